@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     run(given.folder, given.steps, resume=given.resume, precision=given.precision, every=given.every)
+    print(f"{given.steps} steps; {given.folder} holds what --resume goes on from")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     # The model is gone before its process group is: a DistributedDataParallel that outlives it may wait forever.
-    train(given.way, given.steps, torch.device("cuda", dist.get_rank()) if on_gpu else torch.device("cpu"))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    train(given.way, given.steps, device)
     dist.destroy_process_group()
     if not on_gpu:
         # Gloo's threads live as long as DTensor's caches do, and may drop their last tensor when the interpreter is

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.interpreter import quicken
 
 # pytest-xdist already runs one worker per core.
 torch.set_num_threads(1)
@@ -25,27 +26,7 @@ settings.load_profile("daily")
 # Triton decides when a kernel is decorated, so one process either interprets or compiles: this one interprets.
 # Tests that compile start a process of their own (see `compiling`).
 os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _patch_the_language_once() -> None:
-    """Triton's interpreter replaces each function of the language by its own at a launch, and looks for them all again
-    at every call of a device function: 40 % of a kernel's time.  Here only where some are not replaced yet."""
-    from triton.runtime import interpreter
-
-    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
-    language, core = interpreter.tl, interpreter.tl.core
-
-    def patch_once(fn: Any) -> Any:
-        seen = {id(value) for value in fn.__globals__.values()}
-        modules = [m for m in (language, core) if id(m) in seen]
-        if modules and not any(core.is_builtin(f) for f in (core.tensor.__add__, *(m.load for m in modules))):
-            return scope()
-        return patch(fn)
-
-    interpreter._patch_lang = patch_once
-
-
-_patch_the_language_once()
+quicken()
 
 # Optimizers step in eager torch unless a test asks for more: exact, and without a compiler's run at each first step.
 os.environ["OPTGEN_BACKEND"] = "reference"

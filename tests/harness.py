@@ -7,13 +7,19 @@ Triton runs in its interpreter: a test that imports this must run in a process w
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
+import json
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -63,29 +69,46 @@ def only(s: Schedule | Step) -> Schedule:
     return stage.schedule
 
 
+def _texts(spec: Spec, s: Schedule, kernels: Schedule) -> tuple[str, str, str]:
+    """What `Pair` runs, printed: the reference, the Triton kernel, the host's scalars of both."""
+    names = "Blocks, block_max, block_min, lookup, quotient, rotl, scalars, search, sqrt"
+    text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
+    lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
+    rendered = wrapper.render(
+        "triton.py.j2",
+        header="",
+        helpers=triton.helpers([kernels]),
+        kernels=[triton.kernel(kernels, "f")],
+        tiles={"f": 256},
+        registers={},
+    )
+    head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
+    scalars = host.scalars_function(s.program, unpack_of(spec), "reference")
+    scalars += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
+    return text + "\n".join(lines) + "\n", rendered, head + "\n".join(scalars) + "\n"
+
+
+def _source(kernels: Schedule) -> str:
+    """The C++ file of this kernel alone."""
+    return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(kernels, "f")])
+
+
+def texts(spec: Spec, s: Schedule | Step) -> list[str]:
+    """All that `Pair` prints for a step that is one kernel."""
+    schedule = only(s)
+    return [*_texts(spec, schedule, schedule), _source(schedule)]
+
+
 class Pair:
     """The reference and the kernel of one schedule, and a set of buffers for each."""
 
     def __init__(self, spec: Spec, s: Schedule | Step, folder: Path, *, kernels: Schedule | Step | None = None) -> None:
         s, kernels = only(s), only(kernels or s)
         self.spec, self.schedule, self.kernels = spec, s, kernels
-        names = "Blocks, block_max, block_min, lookup, quotient, rotl, scalars, search, sqrt"
-        text = f"import torch\nfrom optgen.runtime.eager import {names}\n"
-        lines = [*reference.tables([s]), *reference.step_function(Step.of(s), "f")]
-        self.reference = _module(folder / "ref.py", text + "\n".join(lines) + "\n")
-        rendered = wrapper.render(
-            "triton.py.j2",
-            header="",
-            helpers=triton.helpers([kernels]),
-            kernels=[triton.kernel(kernels, "f")],
-            tiles={"f": 256},
-            registers={},
-        )
-        self.triton = _module(folder / "tri.py", rendered)
-        head = f"from optgen.runtime.scalars import {', '.join(host.HELPERS)}\n"
-        lines = host.scalars_function(s.program, unpack_of(spec), "reference")
-        lines += ["", *host.scalars_function(kernels.program, unpack_of(spec), "kernel")]
-        self.host = _module(folder / "host.py", head + "\n".join(lines) + "\n")
+        reference_text, triton_text, host_text = _texts(spec, s, kernels)
+        self.reference = _module(folder / "ref.py", reference_text)
+        self.triton = _module(folder / "tri.py", triton_text)
+        self.host = _module(folder / "host.py", host_text)
 
     def buffers(self, shape: tuple[int, ...], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh state: what stores zero, and a weight."""
@@ -138,10 +161,12 @@ class Pair:
         import triton.language as tl
 
         size, block = triton.tile_elements(self.kernels), self.schedule.program.block
+        numbers = [torch.tensor(x) for x in triton.in_memory([self.kernels.program]).values()]
         table, work, everything = [], [], []
         for row, (buffers, g, stream) in enumerate(tensors):
             ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
             everything += ordered
+            ordered += numbers
             rows, columns = rows_and_columns(g.shape)
             ragged = block > 1 and rows > 1 and columns % block != 0
             count = -(-rows * -(-columns // block) // (size // block)) if ragged else max(1, -(-g.numel() // size))
@@ -156,7 +181,7 @@ class Pair:
     @cached_property
     def source(self) -> str:
         """The C++ file of this kernel alone."""
-        return wrapper.render("cpp.cpp.j2", header="// a test", kernels=[cpp.kernel(self.kernels, "f")])
+        return _source(self.kernels)
 
     def run_cpp(
         self,
@@ -195,6 +220,51 @@ def compiled(source: str, grad: str, isa: str = "") -> ctypes.CDLL:
     if not isinstance(library, ctypes.CDLL):
         raise library
     return library
+
+
+HEADERS = Path(__file__).parents[1] / "build" / "headers"
+"""What every kernel includes, read once by the compiler; left there for the next run."""
+
+_INCLUDED = (
+    "#include <stdint.h>\n#include <string.h>\n#ifdef _OPENMP\n#include <omp.h>\n#endif\n#include <immintrin.h>\n"
+)
+_made: defaultdict[tuple[str, ...], dict[Any, Any]] = defaultdict(dict)
+
+
+@contextmanager
+def unoptimized() -> Iterator[None]:
+    """C++ kernels compiled within are not optimized, and the compiler reads its own headers once for all of them.
+
+    It takes a fifth of the time and gives the same bits: each operation of a strict kernel is one of IEEE 754, no flag
+    lets the compiler contract, reorder or replace any (-ffp-contract=off, no -ffast-math), and registers have no
+    excess precision, with or without optimization.  What it would not show is a kernel whose C++ means nothing, or
+    a wrong compiler: some kernels are always tested as users compile them.
+    """
+    flags = tuple("-O0" if f == "-O3" else f for f in native.FLAGS if not f.startswith("-W"))
+    by = native.compiler()
+    if by is not None and native.isa().name != "portable":
+        flags += ("-include", str(_headers(by, flags)))
+    with mock.patch.object(native, "FLAGS", flags), mock.patch.object(native, "_known", _made[flags]):
+        yield
+
+
+def _headers(by: native.Compiler, flags: tuple[str, ...]) -> Path:
+    """A header of the system's that kernels need, compiled for these flags where the compiler can do that."""
+    isa = native.isa()
+    stamp = hashlib.sha256(json.dumps([by.command, by.version, isa.name, flags, _INCLUDED]).encode()).hexdigest()[:16]
+    path = HEADERS / stamp / "optgen_included.h"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HEADERS) as folder:
+        source, made = Path(folder) / path.name, Path(folder) / "made"
+        source.write_text(_INCLUDED, encoding="utf-8")
+        with suppress(native.Unavailable):  # then it is read each time
+            command = [*by.command, *flags, *isa.flags, "-fopenmp", "-x", "c++-header", str(source), "-o", str(made)]
+            native._run(command)
+            os.replace(made, path.with_name(path.name + ".gch"))
+        os.replace(source, path)  # at last: whoever finds it finds what was made of it
+    return path
 
 
 def by_element(tensor: torch.Tensor, buffer: Any, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -185,6 +185,7 @@ class Built:
     cell: Cell
     spec: Spec
     compiled: Compiled
+    text: str
     step: Callable[..., Any]
     decode: Callable[..., dict[str, Tensor]]
     encode: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -238,8 +239,22 @@ def build(cell: Cell) -> Built:
     lines += reference.decode_function(compiled.decode, "decode")
     lines += reference.encode_function(compiled.encode, "encode")
     made: dict[str, Any] = {}
-    exec(compile("\n".join(lines), f"<{cell}>", "exec"), made)
-    return Built(cell, spec, compiled, made["step"], made["decode"], made["encode"], made["scalars_of_step"])
+    text = "\n".join(lines)
+    exec(compile(text, f"<{cell}>", "exec"), made)
+    return Built(cell, spec, compiled, text, made["step"], made["decode"], made["encode"], made["scalars_of_step"])
+
+
+RUN_BY = ("optgen.runtime.layout", "optgen.runtime.sums", "optgen.runtime.keys")
+"""What `Run` and `harness.Pair` take from the runtime beside what printed texts import and `native`."""
+
+
+def printed(cell: Cell) -> list[str]:
+    """All text that is printed to run a cell, Python and C++, and what decides how its tensors are seen."""
+    built = build(cell)
+    texts = [repr(f"{built.matrix} {built.case}"), built.text]
+    if len(built.compiled.strict.stages) == 1:
+        return [*texts, *harness.texts(built.spec, built.compiled.strict)]
+    return [*texts, *(text for _, text in sorted(optimizer_texts(cell).items()))]
 
 
 class Run:
@@ -386,13 +401,28 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
     return out
 
 
+OPTIMIZED = 8
+"""One cell of so many is run with the C++ kernels that users compile."""
+
+
+def optimized(cell: Cell) -> bool:
+    """Whether a cell's C++ kernels are compiled as users' are; those of the others give the same bits in less time."""
+    return zlib.crc32(str(cell).encode()) % OPTIMIZED == 0
+
+
+def compiled_for(cell: Cell) -> AbstractContextManager[None]:
+    """How the C++ kernels of a cell are compiled (`harness.unoptimized`)."""
+    return nullcontext() if optimized(cell) else harness.unoptimized()
+
+
 def takes_stages(cell: Cell) -> bool:
     """Whether a step of the cell takes several kernels."""
     return len(build(cell).compiled.strict.stages) > 1
 
 
-def optimizer_class(cell: Cell, folder: Path) -> Any:
-    """The optimizer of one cell in strict maths, from a package of its own: as `optgen build` prints it."""
+@lru_cache(maxsize=2)
+def optimizer_texts(cell: Cell) -> dict[str, str]:
+    """The package of one cell in strict maths, path within it -> text: as `optgen build` prints it."""
     spec, flags = spec_of(cell.spec), flags_of(cell)
     plan = plan_of(cell.plan) if cell.small else plan_of(cell.plan).but(name=cell.plan, small_numel=0)
     # What shapes and steps decide is not chosen: the runtime takes the case that fits.
@@ -406,11 +436,18 @@ def optimizer_class(cell: Cell, folder: Path) -> Any:
         and case.vector <= cell.vector
         and all(case.flags[name] == flags[name] for name in chosen)
     ]
+    made = emit.emit_plan(spec, plan, maths="strict", cases=cases)
+    return {f"{cell.plan}/{file}": text for file, text in made.items()} | {
+        "__init__.py": emit.emit_class(spec, (cell.plan,))
+    }
+
+
+def optimizer_class(cell: Cell, folder: Path) -> Any:
+    """The optimizer of one cell in strict maths, from a package of its own."""
     name = "cell_" + re.sub(r"\W", "_", str(cell))
-    for file, text in emit.emit_plan(spec, plan, maths="strict", cases=cases).items():
-        (folder / name / cell.plan).mkdir(parents=True, exist_ok=True)
-        (folder / name / cell.plan / file).write_text(text, encoding="utf-8")
-    (folder / name / "__init__.py").write_text(emit.emit_class(spec, (cell.plan,)), encoding="utf-8")
+    for file, text in optimizer_texts(cell).items():
+        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / file).write_text(text, encoding="utf-8")
     found = importlib.util.spec_from_file_location(
         name, folder / name / "__init__.py", submodule_search_locations=[str(folder / name)]
     )
@@ -418,7 +455,7 @@ def optimizer_class(cell: Cell, folder: Path) -> Any:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     found.loader.exec_module(module)
-    return getattr(module, spec.class_name)
+    return getattr(module, spec_of(cell.spec).class_name)
 
 
 def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
@@ -441,7 +478,8 @@ def differing(cell: Cell, folder: Path, steps: int = 2) -> list[str]:
                 for p in params:
                     size = 10.0 ** float(torch.randint(-6, 1, (), generator=draw))
                     p.grad = (torch.randn(p.shape, generator=draw) * size).to(p.dtype)
-                opt.step()
+                with compiled_for(cell):
+                    opt.step()
         used = {launch.able(*call.args) for call in asked.call_args_list}
         assert used == {backend}, f"{cell}: {used} in the place of {backend}"
         kept[backend] = [{"p": p.detach(), **opt.state[p]} for p in params]
@@ -497,7 +535,8 @@ def check(cell: Cell, folder: Path, shapes: Iterable[tuple[int, ...]] = (), step
                 pair.run_triton(twins["triton"], g, step, key, run.stream, **options)
             if pair is not None and native.compiler() is not None:
                 twins["cpp"] = run.copy().buffers
-                pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
+                with compiled_for(cell):
+                    pair.run_cpp([(twins["cpp"], g, run.stream)], step, key, **options)
             reports.append(run.checked(g))
             for backend, buffers in twins.items():
                 different = [name for name, kept in run.buffers.items() if not harness.same_bits(kept, buffers[name])]

@@ -75,7 +75,9 @@ def test_an_author_may_write_quotes_and_backslashes(project: Path) -> None:
     run(names=("first",), plans=("fp32",))
     made = ast.parse((project / "generated/first/__init__.py").read_text())
     (cls,) = [node for node in made.body if isinstance(node, ast.ClassDef)]
-    assert 'see """x""" in C:\\new' in (ast.get_docstring(cls) or "")
+    said = ast.get_docstring(cls) or ""
+    assert 'see """x""" in C:\\new' in said
+    assert "    m = m + 0.0  # not the end: \"\"\" nor */\n" in said
     for file in (project / "generated/first/fp32").glob("*.py"):
         ast.parse(file.read_text())
 

@@ -233,6 +233,12 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert "specs/bad.py:3:5" in err
 
 
+def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
+    run("new", "mine")
+    _, out, _ = run("check", "mine", "--plan", "int8", "--plan", "fp32")
+    assert [line.split(":")[0] for line in out.splitlines() if "L11" in line] == ["mine under int8, fp32"]
+
+
 def test_new_does_not_overwrite(project: Path, run: Run) -> None:
     run("new", "mine")
     (project / "specs/mine.py").write_text("# mine\n")

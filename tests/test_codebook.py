@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import optgen
 from optgen.base.errors import UserError
 from optgen.formats import Codebook, Format, Fp8, Noise, Plan, codebooks, fp32, softsign, ue7m9, ue8m8
 from optgen.formats.fp8 import numbers
@@ -22,7 +23,7 @@ from optgen.ir.node import Node
 from optgen.lang import values
 from optgen.ops import dtypes, spaces
 from optgen.ops.tables import CELL, EXACT, NEVER, Table, after, book, cell_ends
-from optgen.runtime import native
+from optgen.runtime import control, native, workspace
 from optgen.verify.bounds import one_step_bound
 from optgen.verify.lint import Recurrence, lint
 from specs import plans
@@ -326,6 +327,48 @@ def test_every_backend_has_the_same_bits(name: str, tmp_path: Path) -> None:
             for buffers in kept[1:]:
                 for key, value in kept[0].items():
                     assert harness.same_bits(value, buffers[key]), (shape, step, key)
+
+
+LONG = tuple(sorted({0.0, *(x * abs(x) for i in range(254) if (x := ((i * 7919) % 509 - 254) / 254))}))
+IN_MEMORY = Plan(
+    "Long tables without a law.", name="in_memory", forced="a test", small_numel=0,
+    signed=Codebook(LONG, 8, 16, name="long"),
+    nonneg=Codebook(tuple(x for x in LONG if x >= 0), 7, 16, rounding="nearest", name="long_unsigned"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "shapes"), [("adamw", [(3, 17), (16,)]), ("came", [(3, 17), (2, 2, 3, 3)])])
+def test_long_tables_are_read_from_memory(
+    rule: str, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one kernel and of several, over all tensors at once, whose gradients stay where they are and move, the
+    last one of them as a graph takes it up: the bits are those of eager torch, and a table is sent to a device once."""
+    made = optgen.compile(rule, IN_MEMORY, maths="strict")
+    draw = torch.Generator().manual_seed(3)
+    start = [torch.randn(shape, generator=draw) for shape in shapes]
+    optimizers = []
+    for backend in ("reference", "triton"):
+        params = [torch.nn.Parameter(x.clone()) for x in start]
+        optimizers.append((params, made(params, lr=1e-2, backend=backend, capturable=backend == "triton")))
+    workspace._on.cache_clear()
+    for step in range(4):
+        gradients = [torch.randn(shape, generator=draw) for shape in shapes]
+        for params, opt in optimizers:
+            for p, g in zip(params, gradients, strict=True):
+                if p.grad is None or step >= 2:
+                    p.grad = g.clone()  # elsewhere
+                else:
+                    p.grad.copy_(g)
+            with monkeypatch.context() as patch:
+                patch.setattr(control, "capturing", lambda now=step == 3 and opt is optimizers[1][1]: now)
+                opt.step()
+    (params, opt), (others, other) = optimizers
+    for p, q in zip(params, others, strict=True):
+        assert harness.same_bits(p.detach(), q.detach())
+        for key, value in opt.state[p].items():
+            assert key == "step" or harness.same_bits(value, other.state[q][key]), key
+    sent = workspace._on.cache_info().misses
+    assert sent == (4 if rule == "adamw" else 2)  # of each codebook the entries, and what is searched
 
 
 # -- the law of a table, in fast maths

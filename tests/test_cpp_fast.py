@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from optgen.formats import Float
 from optgen.runtime import native
@@ -47,3 +48,18 @@ def test_within_its_bound_of_the_oracle_and_a_code_of_strict(cell: Cell, isa: st
         for name, fmt in built.storage.states.items():
             if not isinstance(fmt, Float):
                 assert code_distance(name, fmt, run.buffers, fast.buffers) <= 1, name
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("plan", ["int8_split24", "int8_rn_split24", "bf16_sr", "fp32_master"])
+def test_no_nan_turns_into_a_number(plan: str, isa: str, tmp_path: Path) -> None:
+    """Of either sign and with any payload: what rounding adds to its pattern must not carry over into a number's."""
+    built = build(Cell("adamw", plan))
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path, kernels=built.compiled.fast)
+    run, _ = _trained(built, (9, 256), 9)
+    patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -0x400000, -0x8100, -1]
+    g = torch.zeros_like(run.buffers["p"], dtype=torch.float32)
+    g.view(torch.int32).view(-1)[: len(patterns)] = torch.tensor(patterns, dtype=torch.int32)
+    items = [(run.buffers, g, run.stream)]
+    pair.run_cpp(items, run.steps + 1, step_key(run.seed, run.steps + 1), isa, 1, **run.hypers, **run.host_states)
+    assert run.buffers["p"].view(-1)[: len(patterns)].isnan().all()

@@ -94,5 +94,6 @@ def test_two_places_are_printed_in_order() -> None:
 
 def test_did_you_mean() -> None:
     assert did_you_mean("amsgrd", ["amsgrad", "nesterov"]) == "did you mean 'amsgrad'?"
+    assert did_you_mean("SGD", ["sgd", "sgdw"]) == "did you mean 'sgd'?"
     assert did_you_mean("zzz", ["b", "a"]) == "known: a, b"
     assert did_you_mean("zzz", []) == ""

@@ -549,7 +549,7 @@ PLAIN = {"sqrt": math.sqrt, "cbrt": math.cbrt, "exp": math.exp, "log": math.log,
 
 @pytest.mark.parametrize("case", ELEMENTS, ids=setting_id)
 def test_the_plain_formulas_compute_what_the_function_does(case: tuple[str, dict[str, bool]]) -> None:
-    """The docstring's lines are Python but for x', x[t] and x[t-1]: they are run against the author's function."""
+    """The lines of `optgen explain` are Python but for x', x[t] and x[t-1]; they are run against the function."""
     name, setting = case
     spec = spec_of(name)
     shape = shape_of(spec, setting, [(1,), (1, 1), (1, 1, 1)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -88,19 +89,47 @@ def test_the_compiler_and_the_runtime_agree_on_windows() -> None:
     assert noises.WINDOW == keys.WINDOW
     found = [step_key(3, t) for t in range(3 * WINDOW)]
     for t, key in enumerate(found):
-        assert f"{key % WINDOW:05b}" == f"{t % WINDOW:05b}"[::-1]
+        assert f"{key % WINDOW:0{keys.PLACE}b}" == f"{t % WINDOW:0{keys.PLACE}b}"[::-1]
         assert key // WINDOW == found[t - t % WINDOW] // WINDOW
     assert len({key // WINDOW for key in found}) == 3
 
 
 @pytest.mark.parametrize(("shift", "bits"), FIELDS)
 def test_a_field_visits_equal_parts_of_its_range_once_each(shift: int, bits: int) -> None:
-    """All 32 in a window, and 8 and 16 likewise in quarters and halves of one: what van der Corput's order is for."""
-    draws = torch.stack([words(stream_key("w"), step_key(0, t), count=512) for t in range(WINDOW, 2 * WINDOW)])
+    """All 256 in a window, and 8, 32 and 128 likewise in parts of one: what van der Corput's order is for."""
+    draws = torch.stack([words(stream_key("w"), step_key(0, t), count=64) for t in range(WINDOW, 2 * WINDOW)])
     field = (draws >> shift) & ((1 << bits) - 1)
-    for parts in (8, 16, 32):
-        visited = (field * parts >> bits).view(-1, parts, 512).sort(1).values
+    for parts in (8, 32, 128, 256):
+        visited = (field * parts >> bits).view(-1, parts, 64).sort(1).values
         assert (visited == torch.arange(parts)[:, None]).all()
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.98])
+def test_windows_do_not_resonate_with_grids_that_move(beta: float) -> None:
+    """An average on codes whose grid moves evenly, at 24 speeds from a hundredth of a cell to three cells per step: its
+    noise is at no speed larger than under independent draws, the first of a window each, beyond what chance allows.
+
+    Its value stays 40 to 104 cells; what is rounded up, and the draws, are those of a state with 12 bits.
+    """
+    stream, elements, steps, settle = stream_key("w"), 512, 400, 100
+    speed = torch.logspace(-2, math.log10(3), 24, dtype=torch.float64)[:, None]
+    value = torch.linspace(40, 104, elements, dtype=torch.float64)
+
+    def noise(key: Callable[[int], int]) -> torch.Tensor:
+        stored, total = value - torch.zeros_like(speed), torch.zeros(24, dtype=torch.float64)
+        for t in range(steps):
+            draw = ((words(stream, key(t), count=elements) >> 20) + 0.5) / 4096
+            moved = t * speed  # the grid's points are the whole numbers, less what it has moved
+            stored = torch.floor(beta * stored + (1 - beta) * value + moved + draw) - moved
+            if t >= settle:
+                total += (stored - value).square().sum(1)
+        return total
+
+    ratio = noise(lambda t: step_key(0, t)) / noise(lambda t: step_key(0, t * WINDOW))
+    # Variances of that many independent values, two of each, their kurtosis at most that of a normal distribution.
+    apart = elements * (steps - settle) * (1 - beta) / (1 + beta)
+    assert (ratio <= 1 + SIGMAS * math.sqrt(4 / apart)).all()
+    assert ratio.mean() <= 0.75
 
 
 def test_one_element_over_many_steps_is_uniform() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import optgen
 from optgen.accumulate import accumulator
+from optgen.driver import judge
+from optgen.driver.load import find_spec
 from optgen.formats import Plan
 from optgen.optim import AdamW
 from specs import plans
@@ -93,3 +95,38 @@ def test_the_first_page_names_every_plan() -> None:
     names = [name for name, value in vars(plans).items() if isinstance(value, Plan)]
     rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
     assert [name for name in names if not any(f"`{name}`" in row for row in rows)] == []
+
+
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+WRITTEN = ("README.md", "ARCHITECTURE.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
+
+
+def anchor(heading: str) -> str:
+    """What a heading is called in a link, as forges make it: lower case, no marks, a dash for a blank."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    lost = []
+    for link in LINK.findall(text):
+        file, _, heading = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        if "://" in link:
+            continue
+        if not target.exists():
+            lost.append(link)
+        elif heading:
+            known = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            lost += [] if heading in map(anchor, known) else [link]
+    assert lost == []
+
+
+def test_the_plan_of_ones_own_is_one_that_the_lint_lets_pass() -> None:
+    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    known: dict[str, Any] = {}
+    (text,) = [block for block in BLOCK.findall(page) if "Plan(" in block]
+    exec(text, known)
+    verdict = judge.judge(find_spec("adan"), known["mine"])
+    assert [f for f in verdict.findings if f.severity == "error"] == []

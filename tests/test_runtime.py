@@ -440,6 +440,32 @@ def test_foreach_and_fused_are_accepted() -> None:
     train(opt, params, range(1))
 
 
+class Plain(AdamW):
+    """A user's own class."""
+
+
+@pytest.mark.parametrize("cls", [AdamW, Plain])
+def test_warnings_point_at_the_line_of_the_user(cls: type[AdamW]) -> None:
+    """Which is the place that Python prints, whichever way the call took from there."""
+    params = parameters(shapes=[(3,), (4,)])
+    opt = cls(params)
+    give_gradients(params[:1], 0)
+    opt.step()
+    partly = opt.state_dict()  # the second parameter has made no step
+    give_gradients(params, 0)
+    opt.step()
+    partly["state"][1] = {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        here = sys._getframe().f_lineno
+        cls([{"params": params, "weigth_decay": 0.0}])
+        opt.load_state_dict(partly)
+        idle = cls(parameters(shapes=[(5,)]))
+        idle.step(lambda: 0.0)
+        idle.step()
+    assert [(w.filename, w.lineno - here) for w in said] == [(__file__, 1), (__file__, 2), (__file__, 5)]
+
+
 def test_misspelt_group_option_is_mentioned() -> None:
     with pytest.warns(UserWarning, match="'weigth_decay' has no effect; did you mean 'weight_decay'"):
         AdamW([{"params": parameters(shapes=[(3,)]), "weigth_decay": 0.0}])

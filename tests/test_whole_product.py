@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from optgen.driver import emit, targets
+from tests import product
 from tests.product import PARAMS, Cell, plan_of, spec_of
 
 ROOT = Path(__file__).parents[1]
@@ -36,27 +37,125 @@ def test_every_pair_comes_before_any_comes_again(tool: ModuleType) -> None:
         assert len({(c.spec, c.plan) for c in order[begin : begin + 4]}) == 4
 
 
-def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a line at the end is passed over and closed; what other sources gave is not taken."""
-    path = tmp_path / "build" / "kept.jsonl"
-    tool.Kept(path, fresh=False).add("one", {"weight": 0.5})
+def test_a_run_that_was_killed_goes_on(tool: ModuleType, tmp_path: Path) -> None:
+    """Half a line at the end is passed over and closed."""
+    path, kept = tmp_path / "build" / "kept.jsonl", tool.kept
+    kept.Kept(path, "now").add("one", "a", {"weight": 0.5})
     with path.open("a") as file:
-        file.write('{"digest": "')
-    tool.Kept(path, fresh=False).add("two", {"weight": 0.25})
-    assert tool.Kept(path, fresh=False).found == {"one": {"weight": 0.5}, "two": {"weight": 0.25}}
-    assert tool.Kept(path, fresh=True).found == {}
-    monkeypatch.setattr(tool, "digest", lambda: "other sources")
-    assert tool.Kept(path, fresh=False).found == {}
+        file.write('{"item": "one", "sta')
+    kept.Kept(path, "now").add("two", "b", {"weight": 0.25})
+    found = kept.Kept(path, "now")
+    assert [found.now(item)["result"] for item in ("one", "two")] == [{"weight": 0.5}, {"weight": 0.25}]
+    assert kept.Kept(path, "now", fresh=True).now("one") is None
+
+
+def test_a_result_of_other_sources_is_taken_for_the_same_key(tool: ModuleType, tmp_path: Path) -> None:
+    """And it is still said of which sources it is, however often it is taken."""
+    path, kept = tmp_path / "kept.jsonl", tool.kept
+    kept.Kept(path, "first").add("one", "a", {"weight": 0.5})
+    second = kept.Kept(path, "second")
+    assert second.now("one") is None
+    row = second.of_key("one")["a"]
+    assert row["result"] == {"weight": 0.5} and "b" not in second.of_key("one")
+    second.add("one", "a", row["result"], row["of"])
+    assert kept.Kept(path, "second").now("one")["of"] == "first"
+
+
+def test_the_key_of_a_cell_says_what_its_result_depends_on(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the same sources, another for other text or for another file that it reaches; comments are none."""
+    cell, other = Cell("lion", "bf16"), Cell("lion", "bf16_sr")
+    key = tool.key_of(cell)
+    assert key == tool.key_of(cell) != tool.key_of(other)
+    monkeypatch.setattr(product, "printed", lambda cell, real=product.printed: ["# moved", *real(cell)])
+    product.build.cache_clear()
+    assert tool.key_of(cell) != key
+    monkeypatch.undo()
+    assert tool.kept.code_of("# moved\nx = 1") == tool.kept.code_of("# elsewhere\nx = 1") == "x = 1"
+    assert tool.kept.code_of('// moved\n#include "x"') == '#include "x"'
+    reached: list[frozenset[str]] = []
+    monkeypatch.setattr(tool.kept, "reach", lambda roots: reached.append(roots) or "")
+    tool.key_of(cell)
+    tool.key_of(Cell("lamb", "bf16"))
+    one, several = reached
+    assert {"specs.lion", "optgen.runtime.eager", "optgen.runtime.triton_prelude", "optgen.runtime.native"} <= one
+    assert "optgen.verify.differential" in one and "optgen.runtime.optimizer" in several - one
+
+
+def test_what_is_reached_is_what_is_imported(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through any number of files, and the C++ headers behind the module that reads them."""
+    kept = tool.kept
+    files = {"a": "from optgen import b", "b": "import optgen.runtime.native", "c": "", "runtime/native": ""}
+    for name, text in files.items():
+        (tmp_path / "optgen" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "optgen" / f"{name}.py").write_text(text)
+    (tmp_path / "optgen" / "runtime" / "cpp").mkdir()
+    header = tmp_path / "optgen" / "runtime" / "cpp" / "optgen.h"
+    header.write_text("")
+    monkeypatch.setattr(kept, "ROOT", tmp_path)
+
+    def reached() -> str:
+        kept.reach.cache_clear()
+        kept._imports.cache_clear()
+        return kept.reach(frozenset({"optgen.a"}))
+
+    before = reached()
+    (tmp_path / "optgen" / "c.py").write_text("changed = True")
+    assert reached() == before
+    seen = {before}
+    for path in (header, tmp_path / "optgen" / "b.py", tmp_path / "optgen" / "runtime" / "native.py"):
+        path.write_text(path.read_text() + "\n")
+        seen.add(reached())
+    assert len(seen) == 4
+    monkeypatch.undo()
+    kept.reach.cache_clear()
+    kept._imports.cache_clear()
+
+
+KERNELS = """
+import triton, triton.language as tl
+from optgen.runtime.triton_prelude import get, put
+@triton.jit
+def {rule}_tile({old}, at, {step}, MASKED: tl.constexpr):
+    # {rule}
+    {new} = tl.load({old} + at) {sign} {step}
+    tl.store({old} + at, {new})
+@triton.jit
+def {rule}(table, work, {step}, N: tl.constexpr):
+    \"\"\"{rule}\"\"\"
+    {rule}_tile(table, tl.arange(0, N), {step}, {masked})
+"""
+NAMES = {"rule": "a", "old": "x", "new": "y", "step": "lr", "sign": "-", "masked": "False"}
+
+
+def test_kernels_of_one_meaning_have_one_fingerprint(tool: ModuleType, tmp_path: Path) -> None:
+    """Names and comments do not count; what a kernel and the functions that it calls do and what they import does."""
+    pytest.importorskip("triton")
+    numbers = iter(range(100))
+
+    def printed(text: str = KERNELS, **other: str) -> str:
+        names = NAMES | other
+        module = tool._module(tmp_path / f"k{next(numbers)}.py", text.format(**names))
+        return tool.kept.fingerprint(getattr(module, names["rule"]))
+
+    first = printed()
+    assert first == printed(rule="b", old="u", new="v", step="w") == printed(new="at_once")
+    others = [printed(sign="+"), printed(masked="True"), printed(new="x")]
+    others.append(printed(KERNELS.replace("tl.load({old} + at)", "get({old}, at, at, MASKED)")))
+    others.append(printed(KERNELS.replace("tl.load({old} + at)", "put({old}, at, at, MASKED)")))
+    assert len({first, *others}) == 6
+    with pytest.raises(ValueError, match="by name"):
+        printed(masked="MASKED=False")
 
 
 def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     good, bad = Cell("adamw", "fp32"), Cell("lamb", "fp32")
     outcomes = [tool.Outcome(good, 0.5, 0.25), tool.Outcome(bad, failure="outside the bound: p\nmore", stages=True)]
-    text = tool.report(outcomes, [], tool.Extent(1000, 3, False))
+    text = tool.report(outcomes, [], tool.Extent(1000, 3, False, pairs=10))
     assert "This is a sample: 2 of 1000 cells" in text and "drawn by seed\n3:" in text
-    assert "**1 of 2 cells are right**" in text
+    assert "**1 of 2 cells are right**" in text and "2 of 10 pairs" in text and "states of the sources" not in text
+    assert "are of 3 states of the sources" in tool.report(outcomes, [], tool.Extent(1000, 3, False, 10, states=3))
     assert f"- {bad}: outside the bound: p\n" in text
-    assert "sample" not in tool.report(outcomes, [], tool.Extent(2, 3, False))
+    assert "sample" not in tool.report(outcomes, [], tool.Extent(2, 3, False, pairs=2))
 
 
 def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def compile_for(
     num_warps: int = 1,
     *,
     aligned: Iterable[str] = (),
+    listed: bool = True,
     **options: Any,
 ) -> Compiled:
     """Compile the `@triton.jit` function `fn` for `target`.
@@ -104,6 +105,7 @@ def compile_for(
     `signature` gives the type of every run-time argument ("*i64", "i32", "fp32" ...), `constexprs` the value of every
     other one.  `aligned` names the arguments known to be divisible by 16 (pointers, as a launch would find them).
     `options` are Triton's own; contraction is off unless asked for, as in every kernel whose fma are written out.
+    Without `listed` the instructions of a kernel for NVIDIA are not read.
     """
     types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
     if missing := [name for name in fn.arg_names if name not in signature and name not in constexprs]:
@@ -116,8 +118,10 @@ def compile_for(
         target=target,
         options={"num_warps": num_warps, "enable_fp_fusion": False, **options},
     )
-    read = _read_nvidia if target.backend == "cuda" else _read_amd
-    listing, registers, stack = read(kernel.asm)
+    if target.backend == "cuda":
+        listing, registers, stack = _read_nvidia(kernel.asm, listed)
+    else:
+        listing, registers, stack = _read_amd(kernel.asm)
     return Compiled(fn.__name__, target, num_warps, listing, registers, int(kernel.metadata.shared), stack)
 
 
@@ -131,11 +135,11 @@ class _NoDevice:
         return self.target
 
 
-def _read_nvidia(asm: Mapping[str, Any]) -> tuple[str, int, int]:
+def _read_nvidia(asm: Mapping[str, Any], listed: bool) -> tuple[str, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(asm["cubin"])
-        listing = _call("nvdisasm", "-c", cubin)
+        listing = _call("nvdisasm", "-c", cubin) if listed else ""
         usage = _call("cuobjdump", "-res-usage", cubin)
     stack = max(_number(r"\bSTACK:(\d+)", usage), _number(r"\bLOCAL:(\d+)", usage))
     return listing, _number(r"\bREG:(\d+)", usage), stack

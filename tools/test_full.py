@@ -10,17 +10,20 @@ eager reference must agree bit for bit: kernel beside kernel where a step is one
 several.  Each step must keep the bound that is derived for it, around the fp64 oracle.  Every fast kernel is then
 compiled for every target.  Exit code 1 where anything fails.
 
+Of eight cells one is run with the C++ kernels that users compile, the others with kernels that are not optimized,
+which give the same bits (`harness.unoptimized`).  Kernels of the same meaning are compiled once for a target, whatever
+rules and plans they were printed for.
+
 Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on.  What was found is
-kept in build/test_full.jsonl as it comes, under a digest of all sources: an interrupted run goes on where it was, and
-a longer one begins with what a shorter one found.  --fresh runs all of it again.
+kept in build/test_full.jsonl as it comes: an interrupted run goes on where it was, and a longer one begins with what
+a shorter one found.  After a change of the sources a result is still taken where what it depends on is the same: the
+printed text, the code that runs it, and the code that says what is right.  --fresh runs all of it again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
-import json
 import multiprocessing
 import os
 import random
@@ -36,18 +39,22 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import kept  # noqa: E402
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
-from tests import product  # noqa: E402
+from optgen.runtime import native  # noqa: E402
+from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
 KEPT = ROOT / "build" / "test_full.jsonl"
+COMPILED = ROOT / "build" / "test_full_kernels.sqlite"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STEPS = 3
 TASKS = 64  # of a process, before another takes its place: nodes and loaded kernels are never given back
@@ -71,11 +78,47 @@ class Outcome:
     stages: bool = False  # whether its step takes several kernels
 
 
+def key_of(cell: Cell) -> str:
+    """What the result of a cell depends on: its printed text, the code that runs it, and the code that judges it."""
+    texts = [kept.code_of(text) for text in product.printed(cell)]
+    roots = {m for text in texts if not kept.is_cpp(text) for m in kept.imported_by(text)}
+    roots |= {f"specs.{cell.spec}", "optgen.verify.differential", "optgen.runtime.native", *product.RUN_BY}
+    if product.takes_stages(cell):
+        roots.add("optgen.runtime.optimizer")
+    files = [(ROOT / "tests" / f"{name}.py").read_bytes() for name in ("product", "harness", "interpreter")]
+    return kept.digest_of(str(cell), STEPS, texts, kept.reach(frozenset(roots)), *files, *_versions())
+
+
+def _versions() -> list[str]:
+    by = native.compiler()
+    return [torch.__version__, metadata.version("triton"), *((by.version, native.isa().name) if by else ())]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell to be run, and what is known of it from other sources: result by key."""
+
+    cell: Cell
+    known: Mapping[str, Mapping[str, Any]]
+
+
+def run_task(task: Task) -> tuple[str, Outcome | str]:
+    """(key, outcome); a known result by its key alone."""
+    torch.set_num_threads(1)
+    interpreter.quicken()
+    try:
+        key = key_of(task.cell)
+    except Exception as error:  # it does not even compile: the cell's failure
+        return "", Outcome(task.cell, failure=f"{type(error).__name__}: {error}")
+    return key, key if key in task.known else run_cell(task.cell)
+
+
 def run_cell(cell: Cell) -> Outcome:
     """Compiles and runs one cell; in a process that interprets Triton."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy's, of the interpreter casting lanes that are not selected
-    with tempfile.TemporaryDirectory() as folder:
+    interpreter.quicken()
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, OPTGEN_CACHE=folder):
         try:
             reports = product.check(cell, Path(folder), steps=STEPS)
             stages = product.takes_stages(cell)
@@ -103,6 +146,7 @@ class Kernels:
 
     pair: tuple[str, str]
     compiled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
+    new: int = 0  # of them, compiled for this pair: the others have the meaning of one that was compiled before
     spilled: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -116,23 +160,39 @@ def compile_pair(pair: tuple[str, str]) -> Kernels:
     torch.set_num_threads(1)
     out = Kernels(pair)
     text = emit.emit_plan(product.spec_of(pair[0]), product.plan_of(pair[1]))["triton_kernels.py"]
-    with tempfile.TemporaryDirectory() as folder:
+    prelude = kept.reach(frozenset(kept.imported_by(text)))
+    done = kept.CompiledKernels(COMPILED)
+    prints: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         module = _module(Path(folder) / "kernels.py", text)
         for job in kernel_stats.of_module(".".join(pair), module):
+            name = job.fn.__name__
+            print_ = prints[name] if name in prints else prints.setdefault(name, kept.fingerprint(job.fn))
+            by_place = [(job.signature.get(a), repr(job.constexprs.get(a)), a in job.aligned) for a in job.fn.arg_names]
             for target in job.targets:
                 label = f"{job.name} for {target}"
-                try:
-                    made = kernel_stats.compile_for(
-                        job.fn, job.signature, job.constexprs, kernel_stats.TARGETS[target], job.num_warps,
-                        aligned=job.aligned, **job.options,
-                    )  # fmt: skip
-                except Exception as error:  # any failure belongs into the report, with its kernel
-                    out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
-                    continue
+                key = kept.digest_of(
+                    print_, by_place, target, job.num_warps, sorted(job.options.items()), prelude, _versions()[:2]
+                )
+                found = done.get(key)
+                if found is None:
+                    try:
+                        made = kernel_stats.compile_for(
+                            job.fn, job.signature, job.constexprs, kernel_stats.TARGETS[target], job.num_warps,
+                            aligned=job.aligned, listed=False, **job.options,
+                        )  # fmt: skip
+                    except Exception as error:  # any failure belongs into the report, with its kernel
+                        out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
+                        continue
+                    found = made.stack, made.shared
+                    done.put(key, *found)
+                    out.new += 1
+                stack, shared = found
                 out.compiled[target] += 1
                 # Panels, and what is done between sweeps, work together over shared memory.
-                if made.stack or (made.shared and job.fn.__name__ in module.TILE):
-                    out.spilled.append(f"{label}: {made.stack} B of stack, {made.shared} B shared")
+                if stack or (shared and name in module.TILE):
+                    out.spilled.append(f"{label}: {stack} B of stack, {shared} B shared")
+    done.close()
     return out
 
 
@@ -165,11 +225,14 @@ def _worst_by(outcomes: Sequence[Outcome], key: Callable[[Cell], str], order: Se
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the product was run: all cells there are, and the seed of their order."""
+    """How much of the product was run: all cells there are, the seed of their order, all pairs there are, and of how
+    many states of the sources the results are."""
 
     cells: int
     seed: int
     targets: bool
+    pairs: int
+    states: int = 1
 
 
 def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Extent) -> str:
@@ -193,7 +256,7 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         lines += [
             f"**This is a sample: {len(outcomes)} of {extent.cells} cells**, the first ones of the order drawn by seed",
             f"{extent.seed}: one of every pair of rule and plan, then a second of each, and so on.  {len(pairs)} of"
-            f" {len(list(product.pairs()))} pairs",
+            f" {extent.pairs} pairs",
             "are in it.",
             "",
         ]
@@ -203,7 +266,17 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         f" {', '.join(str(s) for s in product.SHAPES)}, where steps take several kernels also"
         f" {', '.join(str(s) for s in product.REDUCED)}.  The steps of {sum(o.stages for o in outcomes)} of them do:"
         " there the whole optimizer was run by every backend.",
+        f"The C++ kernels of {sum(product.optimized(o.cell) for o in outcomes)} cells were compiled as users' are, the"
+        " others without optimization.",
         "",
+    ]
+    if extent.states > 1:
+        lines += [
+            f"The results are of {extent.states} states of the sources: one of an earlier state was taken where the"
+            " printed text, the code that runs it and the code that judges it are the same.",
+            "",
+        ]
+    lines += [
         "## By plan",
         "",
         *table(["plan", *head], _worst_by(outcomes, lambda c: c.plan, plans)),
@@ -220,6 +293,7 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         ]
         lines += table(["target", "kernels compiled", "failed"], rows)
         spilled = [s for k in kernels for s in k.spilled]
+        lines += ["", "Kernels of the same meaning were compiled once for a target, whatever they were printed for."]
         lines += ["", f"{len(spilled)} of them use stack or shared memory.", *(f"- {s}" for s in spilled)]
     failures = [f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad] + [f for k in kernels for f in k.failed]
     if failures:
@@ -254,47 +328,6 @@ def drawn(cells: Iterable[Cell], seed: int) -> list[Cell]:
         turns.append(before[cell.spec, cell.plan])
         before[cell.spec, cell.plan] += 1
     return [order[k] for k in sorted(range(len(order)), key=turns.__getitem__)]
-
-
-def digest() -> str:
-    """Content hash of everything that a result depends on."""
-    out = hashlib.sha256()
-    files = [p for folder in ("optgen", "specs") for p in (ROOT / folder).rglob("*") if p.suffix != ".pyc"]
-    files += [ROOT / "tests" / "product.py", ROOT / "tests" / "harness.py"]
-    files += [Path(__file__), ROOT / "tools" / "kernel_stats.py"]
-    for file in sorted(p for p in files if p.is_file()):
-        out.update(f"{file.relative_to(ROOT).as_posix()}\0".encode() + file.read_bytes())
-    return f"{out.hexdigest()[:16]}-{torch.__version__}-{metadata.version('triton')}"
-
-
-class Kept:
-    """What earlier runs of the same sources found, and a file that takes what this one finds."""
-
-    def __init__(self, path: Path, fresh: bool) -> None:
-        self.path, self.digest = path, digest()
-        self.found: dict[str, dict[str, Any]] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() and not fresh else []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-            if row["digest"] == self.digest:
-                self.found[row["item"]] = row["result"]
-
-    def add(self, item: str, result: Mapping[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * (self._cut(file) > 0))
-            file.write(json.dumps({"digest": self.digest, "item": item, "result": result}) + "\n")
-
-    def _cut(self, file: Any) -> int:
-        """Whether a killed run left half a line at the end."""
-        if file.tell() == 0:
-            return 0
-        with self.path.open("rb") as before:
-            before.seek(-1, os.SEEK_END)
-            return int(before.read(1) != b"\n")
 
 
 def spread(
@@ -344,27 +377,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until = time.monotonic() + 60 * chosen.minutes
     every = [cell for cell in drawn(product.full_cells(), chosen.seed) if product.is_met(cell)]
     cells = every[: chosen.sample]
-    kept = Kept(KEPT, chosen.fresh)
+    state = kept.sources(
+        ("optgen", "specs"),
+        [f"tests/{n}.py" for n in ("product", "harness", "interpreter")]
+        + [f"tools/{n}.py" for n in ("test_full", "kept", "kernel_stats")],
+    )
+    results = kept.Kept(KEPT, kept.digest_of(state, _versions()), chosen.fresh)
+    if chosen.fresh:
+        COMPILED.unlink(missing_ok=True)
     found: dict[Cell, Outcome] = {}
+    states: set[str] = set()
     for cell in cells:
-        if (row := kept.found.get(str(cell))) is not None:
-            found[cell] = Outcome(cell, **row)
+        if (row := results.now(str(cell))) is not None:
+            found[cell] = Outcome(cell, **row["result"])
+            states.add(row["of"])
     with interpreting(True):
-        left = [c for c in cells if c not in found]
-        for cell, result in spread(run_cell, left, chosen.jobs, "cells", until):
-            found[cell] = Outcome(cell, failure=result) if isinstance(result, str) else result
-            if isinstance(result, str):  # which cell's fault it was is not known: the next run tries it again
+        left = [Task(c, results.of_key(str(c))) for c in cells if c not in found]
+        for task, given in spread(run_task, left, chosen.jobs, "cells", until):
+            cell = task.cell
+            if isinstance(given, str):  # which cell's fault it was is not known: the next run tries it again
+                found[cell] = Outcome(cell, failure=given)
                 continue
-            row = asdict(found[cell])
+            key, outcome = given
+            of = results.state
+            if isinstance(outcome, str):
+                row = dict(task.known[key])
+                outcome, of = Outcome(cell, **row["result"]), row["of"]
+            found[cell] = outcome
+            states.add(of)
+            row = asdict(outcome)
             del row["cell"]
-            kept.add(str(cell), row)
+            if key:
+                results.add(str(cell), key, row, of)
     outcomes = [found[cell] for cell in cells if cell in found]
     kernels: dict[tuple[str, str], Kernels] = {}
     if not chosen.no_targets:
         pairs = list(dict.fromkeys((o.cell.spec, o.cell.plan) for o in outcomes))
         for pair in pairs:
-            if (row := kept.found.get(f"kernels {pair}")) is not None:
-                kernels[pair] = Kernels(pair, **row)
+            if (row := results.now(f"kernels {pair}")) is not None:
+                kernels[pair] = Kernels(pair, **row["result"])
         with interpreting(False):
             left_pairs = [p for p in pairs if p not in kernels]
             for pair, made in spread(compile_pair, left_pairs, chosen.jobs, "kernels", until):
@@ -373,8 +424,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 row = asdict(kernels[pair])
                 del row["pair"]
-                kept.add(f"kernels {pair}", row)
-    extent = Extent(len(every), chosen.seed, not chosen.no_targets)
+                results.add(f"kernels {pair}", "", row)
+    extent = Extent(len(every), chosen.seed, not chosen.no_targets, len({(c.spec, c.plan) for c in every}), len(states))
     text = report(outcomes, list(kernels.values()), extent)
     if chosen.sample is None or chosen.write:
         DOC.write_text(text, encoding="utf-8")

@@ -12,12 +12,21 @@ class AdaBelief(Optimizer):
 
     Zhuang et al. 2020, arXiv:2010.07468
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         surprise = g - exp_avg
         exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
         denom = sqrt(exp_avg_var) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * exp_avg / denom
+        return p, exp_avg, exp_avg_var
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adabelief"

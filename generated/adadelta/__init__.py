@@ -17,6 +17,14 @@ class Adadelta(Optimizer):
         delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
         acc_delta = rho * acc_delta + (1 - rho) * delta * delta
         p = p - lr * delta
+        return p, square_avg, acc_delta
+
+    lr            a number, >= 0
+    rho           a number, >= 0, <= 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adadelta"

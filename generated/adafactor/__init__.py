@@ -14,14 +14,28 @@ class Adafactor(Optimizer):
 
     Shazeer & Stern 2018, arXiv:1804.04235
 
+        eps1, eps2 = eps
         one_minus_beta2 = t**beta2_decay
         alpha = maximum(rms(p), eps2) * minimum(lr, t**-0.5)
         p = decoupled(p, lr, weight_decay)
-        row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
-        col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
-        estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+        if factored:
+            row_var = (1 - one_minus_beta2) * row_var + one_minus_beta2 * row_mean(g * g)
+            col_var = (1 - one_minus_beta2) * col_var + one_minus_beta2 * col_mean(g * g)
+            estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
+        else:
+            variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
+            estimate = variance
         update = g * rsqrt(maximum(estimate, eps1 * eps1))
         p = p - alpha / maximum(1.0, rms(update) / d) * update
+        return p, row_var, col_var, variance
+
+    lr            a number, >= 0
+    beta2_decay   a number, <= 0
+    eps           2 numbers, > 0
+    d             a number, >= 1
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adafactor"

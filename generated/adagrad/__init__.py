@@ -17,6 +17,15 @@ class Adagrad(Optimizer):
         sum = sum + start + g * g
         step_lr = lr / (1 + (t - 1) * lr_decay)
         p = p - step_lr * g / (sqrt(sum) + eps)
+        return p, sum
+
+    lr                         a number, >= 0
+    lr_decay                   a number, >= 0
+    weight_decay               a number, >= 0
+    initial_accumulator_value  a number, >= 0
+    eps                        a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adagrad"

@@ -12,11 +12,24 @@ class Adam(Optimizer):
 
     Kingma & Ba 2015, arXiv:1412.6980; amsgrad: Reddi et al. 2018
 
+        beta1, beta2 = betas
         g = l2(g, p, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        if amsgrad:
+            max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+        second = max_exp_avg_sq if amsgrad else exp_avg_sq
         denom = sqrt(second) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * exp_avg / denom
+        return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    amsgrad       True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adam"

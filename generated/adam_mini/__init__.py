@@ -15,11 +15,24 @@ class AdamMini(Optimizer):
 
     Zhang et al. 2024, arXiv:2406.16793
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         m = beta1 * m + (1 - beta1) * g
-        vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
+        if by_rows:
+            vmean_row = beta2 * vmean_row + (1 - beta2) * row_mean(g * g)
+        else:
+            vmean = beta2 * vmean + (1 - beta2) * mean(g * g)
+        second = vmean_row if by_rows else vmean
         denom = sqrt(second) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * m / denom
+        return p, m, vmean_row, vmean
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adam_mini"

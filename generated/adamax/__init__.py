@@ -12,10 +12,19 @@ class Adamax(Optimizer):
 
     Kingma & Ba 2015, arXiv:1412.6980, Algorithm 2
 
+        beta1, beta2 = betas
         g = l2(g, p, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
         p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
+        return p, exp_avg, exp_inf
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adamax"

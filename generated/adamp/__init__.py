@@ -12,15 +12,27 @@ class AdamP(Optimizer):
 
     Heo et al. 2021, arXiv:2006.08217, algorithm 2
 
+        beta1, beta2 = betas
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         update = (beta1 * exp_avg + (1 - beta1) * g if nesterov else exp_avg) / denom
-        update, invariant = without_radial(update, p, g, delta, eps)
-        update, invariant = without_radial(update, p, g, delta, eps)
-        weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+        if projected:
+            update, invariant = without_radial(update, p, g, delta, eps)
+            weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
         p = decoupled(p, lr, weight_decay)
         p = p - lr / (1 - beta1**t) * update
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    delta         a number, >= 0
+    wd_ratio      a number, >= 0, <= 1
+    nesterov      True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adamp"

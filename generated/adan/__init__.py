@@ -14,6 +14,7 @@ class Adan(Optimizer):
 
     Xie et al. 2022, arXiv:2208.06677
 
+        beta1, beta2, beta3 = betas
         change = where(t > 1, g - prev_grad, 0.0)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -24,6 +25,15 @@ class Adan(Optimizer):
         diff_lr = lr * beta2 / (1 - beta2**t)
         p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
         p = proximal(p, lr, weight_decay)
+        prev_grad = g
+        return p, exp_avg, exp_avg_diff, exp_avg_sq, prev_grad
+
+    lr            a number, >= 0
+    betas         3 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adan"

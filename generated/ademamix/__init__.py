@@ -14,6 +14,7 @@ class AdEMAMix(Optimizer):
 
     Pagliardini, Ablin & Grangier 2024, arXiv:2409.03137
 
+        beta1, beta2, beta3 = betas
         mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
         ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
         slow = exp(log(beta1) * log(beta3) / ((1 - ramp) * log(beta3) + ramp * log(beta1)))
@@ -24,6 +25,17 @@ class AdEMAMix(Optimizer):
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+        return p, exp_avg, exp_avg_slow, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         3 numbers, > 0, < 1
+    alpha         a number, >= 0
+    alpha_warmup  a number, >= 0
+    beta3_warmup  a number, >= 0
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "ademamix"

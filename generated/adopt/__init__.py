@@ -14,13 +14,26 @@ class ADOPT(Optimizer):
 
     Taniguchi et al. 2024, arXiv:2411.02853
 
-        g = l2(g, p, weight_decay)
+        beta1, beta2 = betas
+        if decoupled_weight_decay:
+            p = decoupled(p, lr, where(t > 1, weight_decay, 0.0))
+        else:
+            g = l2(g, p, weight_decay)
         bound = (t - 1) ** 0.25
         scaled = clip(g / maximum(sqrt(exp_avg_sq), eps), -bound, bound)
         exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
         p = p - lr * exp_avg
         decay = where(t > 1, beta2, 0.0)
         exp_avg_sq = decay * exp_avg_sq + (1 - decay) * g * g
+        return p, exp_avg, exp_avg_sq
+
+    lr                      a number, >= 0
+    betas                   2 numbers, >= 0, < 1
+    eps                     a number, > 0
+    weight_decay            a number, >= 0
+    decoupled_weight_decay  True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "adopt"

@@ -12,18 +12,36 @@ class CAME(Optimizer):
 
     Luo et al. 2023, arXiv:2307.02047, algorithm 2
 
+        beta1, beta2, beta3 = betas
+        eps1, eps2 = eps
         square = g * g + eps1
-        exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
-        exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
-        update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+        if factored:
+            exp_avg_sq_row = beta2 * exp_avg_sq_row + (1 - beta2) * row_mean(square)
+            exp_avg_sq_col = beta2 * exp_avg_sq_col + (1 - beta2) * col_mean(square)
+            update = g * rsqrt(exp_avg_sq_row / mat_mean(exp_avg_sq_row)) * rsqrt(exp_avg_sq_col)
+        else:
+            exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+            update = g * rsqrt(exp_avg_sq)
         update = update / maximum(1.0, rms(update) / clip_threshold)
         exp_avg = beta1 * exp_avg + (1 - beta1) * update
-        residual = (update - exp_avg) ** 2 + eps2
-        exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
-        exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
-        step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
+        if factored:
+            residual = (update - exp_avg) ** 2 + eps2
+            exp_avg_res_row = beta3 * exp_avg_res_row + (1 - beta3) * row_mean(residual)
+            exp_avg_res_col = beta3 * exp_avg_res_col + (1 - beta3) * col_mean(residual)
+            step = exp_avg * rsqrt(exp_avg_res_row / mat_mean(exp_avg_res_row)) * rsqrt(exp_avg_res_col)
+        else:
+            step = exp_avg
         p = policies.decoupled(p, lr, weight_decay)
         p = p - lr * step
+        return p, exp_avg, exp_avg_sq, exp_avg_sq_row, exp_avg_sq_col, exp_avg_res_row, exp_avg_res_col
+
+    lr              a number, >= 0
+    eps             2 numbers, > 0
+    clip_threshold  a number, > 0
+    betas           3 numbers, >= 0, < 1
+    weight_decay    a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "came"

@@ -12,6 +12,7 @@ class CautiousAdamW(Optimizer):
 
     Liang et al. 2024, arXiv:2411.16085, algorithm 2
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -19,6 +20,14 @@ class CautiousAdamW(Optimizer):
         scale = agrees / maximum(mean(agrees), 1e-3)
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * scale * exp_avg / denom
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "cautious_adamw"

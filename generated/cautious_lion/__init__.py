@@ -12,11 +12,19 @@ class CautiousLion(Optimizer):
 
     Liang et al. 2024, arXiv:2411.16085; Lion: Chen et al. 2023
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         update = sign(beta1 * exp_avg + (1 - beta1) * g)
         agrees = where(update * sign(g) > 0, 1.0, 0.0)
         exp_avg = beta2 * exp_avg + (1 - beta2) * g
         p = p - lr / maximum(mean(agrees), 1e-3) * agrees * update
+        return p, exp_avg
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "cautious_lion"

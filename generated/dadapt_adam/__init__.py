@@ -12,6 +12,7 @@ class DAdaptAdam(Optimizer):
 
     Defazio & Mishchenko 2023, arXiv:2301.07733
 
+        beta1, beta2 = betas
         beta3 = sqrt(beta2)
         rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
         numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
@@ -24,6 +25,17 @@ class DAdaptAdam(Optimizer):
         p = policies.decoupled(p, rate, weight_decay)
         p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
         d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
+        return p, exp_avg, exp_avg_sq, s, d, numerator_weighted
+
+    lr                   a number, >= 0
+    betas                2 numbers, >= 0, < 1
+    eps                  a number, > 0
+    weight_decay         a number, >= 0
+    d0                   a number, > 0
+    growth_rate          a number, > 0
+    use_bias_correction  True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "dadapt_adam"

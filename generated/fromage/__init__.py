@@ -15,10 +15,14 @@ class Fromage(Optimizer):
     Bernstein et al. 2020, arXiv:2002.03432, algorithm 1
 
         p_norm, g_norm = norm(p), norm(g)
-        p_norm, g_norm = norm(p), norm(g)
-        ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
+        ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)  # a NaN stays one
         shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
         p = (p - lr * ratio * g) * shrink
+        return p
+
+    lr  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "fromage"

@@ -12,12 +12,21 @@ class Grams(Optimizer):
 
     Cao, Li & Song 2024, arXiv:2412.17107
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         size = abs(exp_avg) / denom
         p = p - lr / (1 - beta1**t) * sign(g) * size
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "grams"

@@ -15,14 +15,25 @@ class LAMB(Optimizer):
 
     You et al. 2020, arXiv:1904.00962, algorithm 2
 
+        beta1, beta2 = betas
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         update = exp_avg / (1 - beta1**t) / denom + weight_decay * p
         weight_norm = minimum(maximum(norm(p), min_norm), max_norm)
         update_norm = norm(update)
-        trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)
+        trust = where((weight_norm <= 0) | (update_norm <= 0), 1.0, weight_norm / update_norm)  # a NaN stays one
         p = p - lr * trust * update
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    min_norm      a number, >= 0
+    max_norm      a number, > 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "lamb"

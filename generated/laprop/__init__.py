@@ -12,11 +12,20 @@ class LaProp(Optimizer):
 
     Ziyin, Wang & Ueda 2020, arXiv:2002.04839
 
+        beta1, beta2 = betas
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         scaled = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)
         exp_avg = beta1 * exp_avg + (1 - beta1) * scaled
         p = p - lr / (1 - beta1**t) * exp_avg
         p = decoupled(p, lr, weight_decay)
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "laprop"

@@ -13,11 +13,18 @@ class LARS(Optimizer):
     You, Gitman & Ginsburg 2017, arXiv:1708.03888, algorithm 1
 
         weight_norm, grad_norm = norm(p), norm(g)
-        weight_norm, grad_norm = norm(p), norm(g)
         ratio = trust_coefficient * weight_norm / (grad_norm + weight_decay * weight_norm)
-        local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)
+        local_lr = where((weight_norm <= 0) | (grad_norm <= 0), 1.0, ratio)  # a NaN stays one
         momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
         p = p - momentum_buffer
+        return p, momentum_buffer
+
+    lr                 a number, >= 0
+    momentum           a number, >= 0, < 1
+    weight_decay       a number, >= 0
+    trust_coefficient  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "lars"

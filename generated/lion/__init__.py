@@ -12,10 +12,18 @@ class Lion(Optimizer):
 
     Chen et al. 2023, arXiv:2302.06675
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         update = sign(beta1 * exp_avg + (1 - beta1) * g)
         exp_avg = beta2 * exp_avg + (1 - beta2) * g
         p = p - lr * update
+        return p, exp_avg
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "lion"

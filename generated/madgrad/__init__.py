@@ -20,6 +20,15 @@ class MADGRAD(Optimizer):
         grad_sum_sq = grad_sum_sq + weight * g * g
         s = s + weight * g
         z = start - s / (cbrt(grad_sum_sq) + eps)
+        p = p + (1 - momentum) * (z - p) if has_momentum else z
+        return p, grad_sum_sq, s, x0
+
+    lr            a number, >= 0
+    momentum      a number, >= 0, < 1
+    weight_decay  a number, >= 0
+    eps           a number, > 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "madgrad"

@@ -12,6 +12,7 @@ class MARS(Optimizer):
 
     Yuan et al. 2024, arXiv:2411.10438, MARS-AdamW, approximate
 
+        beta1, beta2 = betas
         change = where(t > 1, g - last_grad, 0.0)
         c = g + gamma * beta1 / (1 - beta1) * change
         c = c / maximum(norm(c), 1.0)
@@ -20,6 +21,16 @@ class MARS(Optimizer):
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * exp_avg / denom
+        last_grad = g
+        return p, exp_avg, exp_avg_sq, last_grad
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    gamma         a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "mars"

@@ -15,12 +15,34 @@ class Muon(Optimizer):
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982
 
+        if adamw or not matrix:
+            p, momentum_buffer, exp_avg_sq = policies.adamw_step(
+                p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay
+            )
+            return p, momentum_buffer, exp_avg_sq
         momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
         direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
         direction = newton_schulz(direction, ns_steps, ns_coefficients, eps)
+        height, width = rows(p), columns(p)
         scale = 0.2 * sqrt(maximum(height, width)) if match_rms_adamw else sqrt(maximum(1.0, height / width))
         p = policies.decoupled(p, lr, weight_decay)
         p = p - lr * scale * direction
+        return p, momentum_buffer, exp_avg_sq
+
+    lr               a number, >= 0
+    weight_decay     a number, >= 0
+    momentum         a number, >= 0, < 1
+    ns_coefficients  3 numbers
+    eps              a number, > 0
+    ns_steps         a number, >= 0, < 100
+    adamw_lr         a number, >= 0
+    adamw_betas      2 numbers, >= 0, < 1
+    adamw_eps        a number, > 0
+    nesterov         True or False
+    match_rms_adamw  True or False
+    adamw            True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "muon"

@@ -12,7 +12,11 @@ class NAdam(Optimizer):
 
     Dozat 2016, ICLR workshop
 
-        g = l2(g, p, weight_decay)
+        beta1, beta2 = betas
+        if decoupled_weight_decay:
+            p = decoupled(p, lr, weight_decay)
+        else:
+            g = l2(g, p, weight_decay)
         mu = beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((t + 1) * momentum_decay))
         mu_product = mu_product * mu
@@ -22,6 +26,16 @@ class NAdam(Optimizer):
         grad_lr = lr * (1 - mu) / (1 - mu_product)
         avg_lr = lr * mu_next / (1 - mu_product * mu_next)
         p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+        return p, exp_avg, exp_avg_sq, mu_product
+
+    lr                      a number, >= 0
+    betas                   2 numbers, >= 0, < 1
+    eps                     a number, >= 0
+    weight_decay            a number, >= 0
+    momentum_decay          a number, >= 0
+    decoupled_weight_decay  True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "nadam"

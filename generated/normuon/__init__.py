@@ -15,6 +15,12 @@ class NorMuon(Optimizer):
 
     Li et al. 2025, arXiv:2510.05491, algorithm 1
 
+        if adamw or not matrix:
+            p, momentum_buffer, exp_avg_sq = policies.adamw_step(
+                p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, eps, weight_decay
+            )
+            return p, momentum_buffer, exp_avg_sq, row_sq
+        beta1, beta2 = betas
         momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
         direction = newton_schulz(momentum_buffer, ns_steps)
         row_sq = beta2 * row_sq + (1 - beta2) * row_mean(direction * direction)
@@ -22,6 +28,18 @@ class NorMuon(Optimizer):
         size = 0.2 * sqrt(rows(p) * columns(p)) / maximum(norm(even), eps)
         p = policies.decoupled(p, lr, weight_decay)
         p = p - lr * size * even
+        return p, momentum_buffer, exp_avg_sq, row_sq
+
+    lr            a number, >= 0
+    weight_decay  a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    ns_steps      a number, >= 0, < 100
+    adamw_lr      a number, >= 0
+    adamw_betas   2 numbers, >= 0, < 1
+    adamw         True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "normuon"

@@ -12,11 +12,23 @@ class NovoGrad(Optimizer):
 
     Ginsburg et al. 2019, arXiv:1905.11286, algorithm 1
 
+        beta1, beta2 = betas
         decay = where(t > 1, beta2, 0.0)
         exp_avg_sq = decay * exp_avg_sq + (1 - decay) * dot(g, g)
         update = g / (sqrt(exp_avg_sq) + eps) + weight_decay * p
+        if grad_averaging:
+            update = (1 - beta1) * update
         exp_avg = beta1 * exp_avg + update
         p = p - lr * exp_avg
+        return p, exp_avg, exp_avg_sq
+
+    lr              a number, >= 0
+    betas           2 numbers, >= 0, < 1
+    eps             a number, > 0
+    weight_decay    a number, >= 0
+    grad_averaging  True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "novograd"

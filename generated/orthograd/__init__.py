@@ -17,10 +17,22 @@ class OrthoGrad(Optimizer):
         radial = dot(p, g) / (dot(p, p) + 1e-30)
         tangent = g - radial * p
         g_norm, tangent_norm = norm(g), norm(tangent)
-        g_norm, tangent_norm = norm(g), norm(tangent)
         stretch = where(tangent_norm > 1e-5 * g_norm, g_norm / tangent_norm, 0.0)
         g = l2(stretch * tangent, p, weight_decay)
+        update = g
+        if has_momentum:
+            momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            update = g + momentum * momentum_buffer if nesterov else momentum_buffer
         p = p - lr * update
+        return p, momentum_buffer
+
+    lr            a number, >= 0
+    momentum      a number, >= 0
+    dampening     a number
+    weight_decay  a number, >= 0
+    nesterov      True or False, not with momentum=0, not with dampening
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "orthograd"

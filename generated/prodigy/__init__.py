@@ -12,6 +12,7 @@ class Prodigy(Optimizer):
 
     Mishchenko & Defazio 2024, arXiv:2306.06101
 
+        beta1, beta2 = betas
         beta3 = sqrt(beta2)
         rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
         d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
@@ -25,6 +26,19 @@ class Prodigy(Optimizer):
         d = minimum(d_max, raised * growth_rate)
         p = policies.decoupled(p, rate, weight_decay)
         p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
+        return p, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator
+
+    lr                   a number, >= 0
+    betas                2 numbers, >= 0, < 1
+    eps                  a number, > 0
+    weight_decay         a number, >= 0
+    d0                   a number, > 0
+    d_coef               a number, > 0
+    growth_rate          a number, > 0
+    use_bias_correction  True or False
+    safeguard_warmup     True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "prodigy"

@@ -12,18 +12,32 @@ class RAdam(Optimizer):
 
     Liu et al. 2020, arXiv:1908.03265
 
-        g = l2(g, p, weight_decay)
+        beta1, beta2 = betas
+        if decoupled_weight_decay:
+            p = decoupled(p, lr, weight_decay)
+        else:
+            g = l2(g, p, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         correction = 1 - beta2**t
         rho_inf = 2 / (1 - beta2) - 1
         rho = rho_inf - 2 * t * beta2**t / correction
-        r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
+        # Only rho > 5 is rectified; below it the limits keep the unused root real.
         r, r_inf = maximum(rho, 5.0), maximum(rho_inf, 5.0)
         rect = sqrt((r - 4) * (r - 2) * r_inf / ((r_inf - 4) * (r_inf - 2) * r))
         adaptive = 1 / (rect * sqrt(correction))
+        # Chosen, not multiplied by 0: an overflowed second moment must not reach the steps that do without it.
         denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
         p = p - lr / (1 - beta1**t) * exp_avg / denom
+        return p, exp_avg, exp_avg_sq
+
+    lr                      a number, >= 0
+    betas                   2 numbers, >= 0, < 1
+    eps                     a number, >= 0
+    weight_decay            a number, >= 0
+    decoupled_weight_decay  True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "radam"

@@ -14,8 +14,26 @@ class RMSprop(Optimizer):
 
         g = l2(g, p, weight_decay)
         square_avg = alpha * square_avg + (1 - alpha) * g * g
+        variance = square_avg
+        if centered:
+            grad_avg = alpha * grad_avg + (1 - alpha) * g
+            # A variance is never negative, but the rounding of what is stored can make this difference so.
+            variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
         update = g / (sqrt(variance) + eps)
+        if has_momentum:
+            momentum_buffer = momentum * momentum_buffer + update
+            update = momentum_buffer
         p = p - lr * update
+        return p, square_avg, grad_avg, momentum_buffer
+
+    lr            a number, >= 0
+    alpha         a number, >= 0
+    eps           a number, >= 0
+    weight_decay  a number, >= 0
+    momentum      a number, >= 0
+    centered      True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "rmsprop"

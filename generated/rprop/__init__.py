@@ -14,12 +14,22 @@ class Rprop(Optimizer):
 
     Riedmiller & Braun 1993, ICNN
 
+        etaminus, etaplus = etas
+        step_size_min, step_size_max = step_sizes
         agreement = g * prev
         size = step_size + where(t > 1, 0.0, lr)
         scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
         step_size = clip(scaled, step_size_min, step_size_max)
+        # After a turn the gradient is forgotten, so that the next step does not turn again.
         prev = where(agreement < 0, 0.0, g)
         p = p - sign(prev) * step_size
+        return p, prev, step_size
+
+    lr          a number, >= 0
+    etas        2 numbers, > 0
+    step_sizes  2 numbers, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "rprop"

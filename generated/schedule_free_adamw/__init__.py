@@ -14,6 +14,7 @@ class ScheduleFreeAdamW(Optimizer):
 
     Defazio et al. 2024, arXiv:2405.15682
 
+        beta1, beta2 = betas
         rate = lr * minimum(1.0, t / maximum(warmup_steps, 1.0))
         lr_max = maximum(lr_max, rate)
         weight = t**r * lr_max**weight_lr_power
@@ -23,6 +24,17 @@ class ScheduleFreeAdamW(Optimizer):
         step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
         p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
         z = z - rate * step
+        return p, z, exp_avg_sq, weight_sum, lr_max
+
+    lr               a number, >= 0
+    betas            2 numbers, > 0, < 1
+    eps              a number, > 0
+    weight_decay     a number, >= 0
+    warmup_steps     a number, >= 0
+    r                a number, >= 0
+    weight_lr_power  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "schedule_free_adamw"

@@ -22,6 +22,16 @@ class ScheduleFreeSGD(Optimizer):
         step = g + weight_decay * p
         p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
         z = z - rate * step
+        return p, z, weight_sum, lr_max
+
+    lr               a number, >= 0
+    momentum         a number, > 0, < 1
+    weight_decay     a number, >= 0
+    warmup_steps     a number, >= 0
+    r                a number, >= 0
+    weight_lr_power  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "schedule_free_sgd"

@@ -13,7 +13,20 @@ class SGD(Optimizer):
     Sutskever et al. 2013, ICML 28
 
         g = l2(g, p, weight_decay)
+        update = g
+        if has_momentum:
+            momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            update = g + momentum * momentum_buffer if nesterov else momentum_buffer
         p = p - lr * update
+        return p, momentum_buffer
+
+    lr            a number, >= 0
+    momentum      a number, >= 0
+    dampening     a number
+    weight_decay  a number, >= 0
+    nesterov      True or False, not with momentum=0, not with dampening
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "sgd"

@@ -13,12 +13,25 @@ class SGDP(Optimizer):
     Heo et al. 2021, arXiv:2006.08217, algorithm 1
 
         momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
+        update = g + momentum * momentum_buffer if nesterov else momentum_buffer
         weight_decay = weight_decay / (1 - momentum)
-        update, invariant = without_radial(update, p, g, delta, eps)
-        update, invariant = without_radial(update, p, g, delta, eps)
-        weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
+        if projected:
+            update, invariant = without_radial(update, p, g, delta, eps)
+            weight_decay = weight_decay * (1 - (1 - wd_ratio) * invariant)
         p = decoupled(p, lr, weight_decay)
         p = p - lr * update
+        return p, momentum_buffer
+
+    lr            a number, >= 0
+    momentum      a number, >= 0, < 1
+    dampening     a number
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    delta         a number, >= 0
+    wd_ratio      a number, >= 0, <= 1
+    nesterov      True or False
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "sgdp"

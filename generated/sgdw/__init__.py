@@ -12,8 +12,21 @@ class SGDW(Optimizer):
 
     Loshchilov & Hutter 2019, arXiv:1711.05101, Algorithm 1
 
+        update = g
+        if has_momentum:
+            momentum_buffer = heavy_ball(momentum_buffer, g, t, momentum, dampening)
+            update = g + momentum * momentum_buffer if nesterov else momentum_buffer
         p = decoupled(p, lr, weight_decay)
         p = p - lr * update
+        return p, momentum_buffer
+
+    lr            a number, >= 0
+    momentum      a number, >= 0
+    dampening     a number
+    weight_decay  a number, >= 0
+    nesterov      True or False, not with momentum=0, not with dampening
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "sgdw"

@@ -12,8 +12,19 @@ class Signum(Optimizer):
 
     Bernstein et al. 2018, arXiv:1802.04434
 
+        update = g
+        if has_momentum:
+            momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
+            update = momentum_buffer
         p = decoupled(p, lr, weight_decay)
         p = p - lr * sign(update)
+        return p, momentum_buffer
+
+    lr            a number, >= 0
+    momentum      a number, >= 0, < 1
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "signum"

@@ -14,11 +14,25 @@ class SM3(Optimizer):
 
     Anil et al. 2019, arXiv:1901.11150, algorithm SM3-II
 
-        total = minimum(accumulator_row, accumulator_col) + g * g
-        accumulator_row = row_max(total)
-        accumulator_col = col_max(total)
+        if factored:
+            total = minimum(accumulator_row, accumulator_col) + g * g
+            accumulator_row = row_max(total)
+            accumulator_col = col_max(total)
+        else:
+            accumulator = accumulator + g * g
+            total = accumulator
         update = g * rsqrt(total + eps)
+        if has_momentum:
+            momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
+            update = momentum_buffer
         p = p - lr * update
+        return p, accumulator, accumulator_row, accumulator_col, momentum_buffer
+
+    lr        a number, >= 0
+    momentum  a number, >= 0, < 1
+    eps       a number, > 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "sm3"

@@ -12,6 +12,7 @@ class StableAdamW(Optimizer):
 
     Wortsman et al. 2023, arXiv:2304.13013, algorithm 2
 
+        beta1, beta2 = betas
         beta1_hat = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
         beta2_hat = beta2 * (1 - beta2 ** (t - 1)) / (1 - beta2**t)
         exp_avg = beta1_hat * exp_avg + (1 - beta1_hat) * g
@@ -20,6 +21,14 @@ class StableAdamW(Optimizer):
         rate = lr / maximum(1.0, surprise)
         p = decoupled(p, rate, weight_decay)
         p = p - rate * exp_avg / (sqrt(exp_avg_sq) + eps)
+        return p, exp_avg, exp_avg_sq
+
+    lr            a number, >= 0
+    betas         2 numbers, >= 0, < 1
+    eps           a number, > 0
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "stable_adamw"

@@ -15,6 +15,13 @@ class Tiger(Optimizer):
         p = decoupled(p, lr, weight_decay)
         exp_avg = beta * exp_avg + (1 - beta) * g
         p = p - lr * sign(exp_avg)
+        return p, exp_avg
+
+    lr            a number, >= 0
+    beta          a number, >= 0, < 1
+    weight_decay  a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "tiger"

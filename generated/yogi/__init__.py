@@ -12,6 +12,7 @@ class Yogi(Optimizer):
 
     Zaheer et al. 2018, NeurIPS 31
 
+        beta1, beta2 = betas
         p = decoupled(p, lr, weight_decay)
         exp_avg = beta1 * exp_avg + (1 - beta1) * g
         square = g * g
@@ -19,6 +20,15 @@ class Yogi(Optimizer):
         exp_avg_sq = exp_avg_sq - (1 - beta2) * sign(exp_avg_sq - square) * square
         denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
         p = p - lr / (1 - beta1**t) * exp_avg / denom
+        return p, exp_avg, exp_avg_sq
+
+    lr                   a number, >= 0
+    betas                2 numbers, >= 0, < 1
+    initial_accumulator  a number, >= 0
+    eps                  a number, >= 0
+    weight_decay         a number, >= 0
+    The other arguments are those of every generated optimizer: help(optgen.runtime.Optimizer).
+    Raises ValueError for a number out of its range and TypeError for what is no number, before anything is made.
     """
 
     SPEC = "yogi"

@@ -17,8 +17,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from optgen.backends.idioms import idiom
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, comment_of, with_comments, wrapped
-from optgen.ir.node import Node, postorder
+from optgen.backends.printer import (
+    ATOM,
+    Printer,
+    Spelling,
+    Text,
+    comment_of,
+    taken_away,
+    whole,
+    with_comments,
+    with_more,
+    wrapped,
+)
+from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
 from optgen.ops import spaces
 from optgen.ops.dtypes import DType
@@ -27,6 +38,7 @@ from optgen.ops.spaces import Space
 
 BLOCKS = 16  # storage blocks per tile: one vector of their values at the widest
 FLAT = 1024  # elements per tile where nothing is stored in blocks
+NAN = 0x7FC00000  # f32, without a payload
 SHARE = 8  # elements that share a hash (lower/noise.py)
 WORTH = 6  # operations from which on a loop of their own pays
 
@@ -38,12 +50,12 @@ _STORED: Mapping[str, str] = {
 }  # fmt: skip
 # What the printed functions name themselves, call or receive, and C++'s own words.
 RESERVED = frozenset(
-    "abs across alignas alignof and and_eq as_float asm at auto b bfloat16 bitand bitor bits BLOCK BLOCKS "
+    "abs across alignas alignof and and_eq as_float asm at auto b bfloat16 bitand bitor bits bits_or_nan BLOCK BLOCKS "
     "blocks bool break bytes_of_lanes case catch char char16_t char32_t char8_t class co_await co_return "
     "co_yield Column COLUMNS compl concept const const_cast consteval constexpr constinit continue count "
     "counter decltype default delete do double dynamic_cast else end enum explicit export extend16 extern F "
     "false fetch first float float16 float32 floor fma gather for friend goto Grad halves halves_of_lanes I i I16 if "
-    "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined lane Larger larger "
+    "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined k lane Larger larger "
     "largest live load long lookup low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half "
     "new noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
     "OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public RAGGED ramp raw "
@@ -68,7 +80,7 @@ def literal(value: float | int | bool) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        return "INT32_MIN" if value == -(2**31) else str(value)
+        return "INT32_MIN" if value == -(2**31) else whole(value)
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
@@ -102,7 +114,7 @@ class CppPrinter(Printer):
             return super().express(node)
         text = f"{found.helper}({', '.join(self.text(a) for a in found.args)})"
         if found.plus:
-            return f"{text} + {literal(found.plus)}", 10
+            return with_more(text, literal(found.plus)), 10
         return text, ATOM
 
 
@@ -115,7 +127,9 @@ def _infix(p: Printer, n: Node) -> Text:
         sign, level = _INFIX["or"]  # masked and put together in one instruction, where there is one for three operands
     if a.op == "const" and b.op == "const":  # neither is a vector: nothing to overload the operator
         return f"{type_of(a.dtype)}({literal(a.attr)}) {sign} {p.text(b, level + 1)}", level
-    return f"{p.text(a, level)} {sign} {p.text(b, level + 1)}", level
+    less = taken_away(n) if sign == "+" else None
+    shown = f"- {p.text(less)}" if less is not None else f"{sign} {p.text(b, level + 1)}"
+    return f"{p.text(a, level)} {shown}", level
 
 
 def _apart(p: Printer, n: Node, plus: int) -> bool:
@@ -164,6 +178,17 @@ def _limit(name: str) -> Spelling:
         return f"{name}({', '.join(texts)})", ATOM
 
     return spell
+
+
+def _min(p: Printer, n: Node) -> Text:
+    """A pattern at most NaN's is one without a NaN's payload, for what is added to it.
+
+    The least of two integers would pass negative NaNs on as they are: a GPU never makes one, a CPU keeps what it read.
+    """
+    x, y = sorted(n.args, key=lambda a: a.op != "bitcast")
+    if x.op == "bitcast" and x.args[0].dtype.name == "f32" and is_const(y, NAN):
+        return (f"bits_or_nan(as_float({p.text(x)}))", ATOM) if x.uid in p.names else p.call("bits_or_nan", x.args[0])
+    return _limit("min")(p, n)
 
 
 def _cast(p: Printer, n: Node) -> Text:
@@ -248,7 +273,7 @@ SPELL: dict[str, Spelling] = {
     "neg": lambda p, n: (f"-{p.text(n.args[0], 31)}", 30),
     "not": lambda p, n: (f"~{p.text(n.args[0], 30)}", 30),
     "abs": _call("abs"),
-    "min": _limit("min"),
+    "min": _min,
     "max": _limit("max"),
     "fma": _call("fma"),
     "where": _choice,
@@ -746,7 +771,8 @@ def _element_phase(plan: Phases, k: int, blocked: bool, source: str) -> list[str
         out.append("    const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);")
     out += [f"    {x}" for x in _fetched(plan, k)]
     out += [f"    {x}" for x in head]
-    out.append("    for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {")
+    # Counted from 0 so that compilers see how often, and write short loops out: 2 to 5 % faster.
+    out += ["    for (int k = 0; k < BLOCK; k += W) {", "        const int i = b * BLOCK + k;"]
     out += [f"    {x}" for x in inner]
     out.append("    }")
     out += [f"    {plan.name[n.uid]}_kept[b] = {plan.name[n.uid]};" for n in phase.reductions]

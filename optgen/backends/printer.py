@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 
@@ -43,6 +44,8 @@ class Printer:
         if node.op in INFIX:
             sign, level = INFIX[node.op]
             a, b = node.args
+            less = taken_away(node)
+            sign, b = ("-", less) if less is not None else (sign, b)
             # Comparisons do not chain, shifts and differences do not associate: the right side is one tighter.
             return f"{self.text(a, level + (level == 4))} {sign} {self.text(b, level + 1)}", level
         raise KeyError(f"no spelling for {node.op}")
@@ -57,14 +60,33 @@ class Printer:
         return out
 
 
+PATTERN = 1 << 15
+"""Whole numbers from here on are masks, patterns of floats and factors of hashes: they are written in hex."""
+
+
+def whole(value: int) -> str:
+    """A whole number as Python and C++ text."""
+    return hex(value) if value >= PATTERN else str(value)
+
+
 def number(node: Node) -> str:
     """A constant as Python text; f32 constants are written as floats."""
     value = node.attr
-    if isinstance(value, bool):
-        return str(value)
-    if isinstance(value, int):
-        return str(value)
-    return repr(value)
+    return whole(value) if isinstance(value, int) and not isinstance(value, bool) else repr(value)
+
+
+def with_more(text: str, plus: str) -> str:
+    """text + plus, as a difference where plus is negative."""
+    return f"{text} - {plus[1:]}" if plus.startswith("-") else f"{text} + {plus}"
+
+
+def taken_away(node: Node) -> Node | None:
+    """c where a sum adds -c, which is written as a difference."""
+    if node.op != "add" or node.args[1].op != "const":
+        return None
+    value = node.args[1].attr
+    lowest = -(1 << 31)
+    return ir.const(-value, node.args[1].dtype) if lowest < value < 0 else None
 
 
 def with_comments(lines: list[tuple[str, str]], limit: int = 116, comment_mark: str = "#") -> list[str]:

@@ -313,8 +313,13 @@ def tables(schedules: list[Schedule]) -> list[str]:
     nodes = [n for s in schedules for n in postorder(s.program.roots()) if n.op in ("lookup", "search")]
     lines: list[str] = []
     for name, table in sorted({str(n.attr): n.attr for n in nodes}.items()):
-        lines += wrapped(f"{name} = (", [repr(x) for x in table.values], ")")
+        lines += listed(name, table.values)
     return lines
+
+
+def listed(name: str, numbers: tuple[float, ...]) -> list[str]:
+    """A tuple of numbers under a name, lines of text."""
+    return wrapped(f"{name} = (", [repr(x) for x in numbers], ")")
 
 
 def needs(schedules: list[Schedule]) -> list[str]:

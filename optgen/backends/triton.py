@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from optgen.backends.idioms import lanes, printed
-from optgen.backends.printer import ATOM, Printer, Spelling, Text, number
+from optgen.backends.printer import ATOM, Printer, Spelling, Text, number, taken_away, with_more
 from optgen.backends.printer import wrapped as wrap
 from optgen.backends.reference import assemble, bound_lines
 from optgen.ir import node as ir
@@ -76,14 +76,16 @@ class TritonPrinter(Printer):
         if found is None:
             return super().express(node)
         text = f"{found.helper}({', '.join([*map(self.text, found.args), *map(str, found.numbers)])})"
-        return (f"{text} + {found.plus}", 10) if found.plus else (text, ATOM)
+        return (with_more(text, str(found.plus)), 10) if found.plus else (text, ATOM)
 
 
 def _infix(sign: str, level: int) -> Spelling:
     def spell(p: Printer, n: Node) -> Text:
         assert isinstance(p, TritonPrinter)
         a, b = n.args
-        return f"{p.operand(n, a, level + (level == 4))} {sign} {p.operand(n, b, level + 1)}", level
+        less = taken_away(n)
+        shown = f"- {p.text(less)}" if less is not None else f"{sign} {p.operand(n, b, level + 1)}"
+        return f"{p.operand(n, a, level + (level == 4))} {shown}", level
 
     return spell
 
@@ -130,15 +132,52 @@ def _lshr(p: Printer, n: Node) -> Text:
 
 def _table(p: Printer, n: Node) -> Text:
     assert isinstance(p, TritonPrinter)
-    return f"{p.function}_{n.op}_{n.attr}({p.text(n.args[0])})", ATOM
+    at = f", {n.op}_{n.attr}_ptr" if _is_long(n) else ""
+    return f"{p.function}_{n.op}_{n.attr}({p.text(n.args[0])}{at})", ATOM
+
+
+LONGEST = 32
+"""Numbers of the longest table that is a tree of selections in a kernel's text; longer ones lie in memory."""
+
+SELECTED = 3
+"""Levels of the tree of a search in memory that are selections all the same: seven numbers cost less than loads."""
+
+
+def _is_long(n: Node) -> bool:
+    return len(n.attr.values) > LONGEST
+
+
+def _looks_up(programs: Sequence[Program]) -> list[Node]:
+    """A node for each table that is looked up or searched in these programs."""
+    nodes = [n for p in programs for n in postorder(p.roots()) if n.op in ("lookup", "search")]
+    return [n for _, n in sorted({(n.op, str(n.attr)): n for n in nodes}.items())]
+
+
+def in_memory(programs: Sequence[Program]) -> dict[str, tuple[float, ...]]:
+    """The tables that kernels read from memory: their names, and the numbers as they lie there.
+
+    Of a search the levels of the tree, the lowest and longest first, without the SELECTED highest ones: a level of 32
+    numbers or fewer is then in the same 128 bytes, which a warp reads at a time, the lowest of 8 in four times as many.
+    """
+    found = {}
+    for n in [n for n in _looks_up(programs) if _is_long(n)]:
+        values: tuple[float, ...] = n.attr.values
+        if n.op == "search":
+            depth = len(values).bit_length()
+            values = tuple(x for k in range(depth - SELECTED) for x in values[(1 << k) - 1 :: 2 << k])
+        found[f"{n.op}_{n.attr}"] = values
+    return found
 
 
 def tables(program: Program, function: str) -> list[str]:
-    """A function for each table that the program looks things up in: trees of selections, one level for each bit."""
-    nodes = [n for n in postorder(program.roots()) if n.op in ("lookup", "search")]
+    """A function for each table that the program looks things up in: trees of selections, one level for each bit; where
+    they are long, loads."""
     out = []
-    for n in {(n.op, str(n.attr)): n for n in nodes}.values():
+    for n in _looks_up([program]):
         values = [number(ir.const(x)) for x in n.attr.values]
+        if _is_long(n):
+            out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}(x, table):", *_loads(n.op, values), "", ""]
+            continue
         depth = len(values).bit_length() - (n.op == "lookup" and len(values) & (len(values) - 1) == 0)
         out += ["@triton.jit", f"def {function}_{n.op}_{n.attr}(x):"]
         if n.op == "lookup":
@@ -155,6 +194,25 @@ def tables(program: Program, function: str) -> list[str]:
             out.append(f"    return {' | '.join(words)}")
         out += ["", ""]
     return out
+
+
+def _loads(op: str, values: Sequence[str]) -> list[str]:
+    """The body of a function that reads a table in memory, as `in_memory` lays it out."""
+    if op == "lookup":
+        return [f'    """float32: entry number x of {len(values)}."""', "    return tl.load(table + x)"]
+    depth = len(values).bit_length()
+    out = [f'    """int32: how many of {len(values)} numbers are <= x, found bit by bit."""']
+    top = [f"b{k}" for k in reversed(range(depth - SELECTED, depth))]
+    for k in reversed(range(depth - SELECTED, depth)):
+        above = top[: depth - 1 - k]
+        out.append(f"    b{k} = x >= {_tree(values[(1 << k) - 1 :: 2 << k], above)}")
+    words = [f"tl.where({b}, {1 << i}, 0)" for i, b in enumerate(reversed(top))]
+    out.append(f"    found = {' | '.join(reversed(words))}")
+    for level in range(SELECTED, depth):
+        start = (1 << depth) - (2 << level)
+        at = f"table + {start} + found" if start else "table + found"
+        out.append(f"    found = found * 2 + (x >= tl.load({at})).to(tl.int32)")
+    return [*out, "    return found"]
 
 
 def _tree(values: Sequence[str], bits: Sequence[str]) -> str:
@@ -312,11 +370,11 @@ def registers(schedule: Schedule) -> int | None:
     # Rounding f16 stochastically by its bits holds two ways of it at a time, of normal and of subnormal numbers; sums
     # hold 8 lanes for each thread, and what is added to them, in an order of their own in strict maths.
     most = 96 if _is_counted(schedule.program) and any(b.dtype.name == "f16" for b in buffers) else 64
-    # Tables: the lines of one, or a small tree of its entries, are in flight for eight elements at a time.
-    tables = [len(n.attr.values) for n in postorder(schedule.program.roots()) if n.op in ("lookup", "search")]
-    if max(tables, default=0) > 32:
-        return None
-    if tables or "table" in schedule.program.rules:
+    # Tables: the lines of one, a small tree of its entries, or the places of a search, are in flight for eight
+    # elements at a time.
+    if "table" in schedule.program.rules and any(b.role == "state" and b.dtype.bits == 8 for b in buffers):
+        return None  # lines of 8-bit maps: told a limit, compilers spill 8 bytes below and above the 104 that they take
+    if _looks_up([schedule.program]) or "table" in schedule.program.rules:
         most = max(most, 96)
     # Codes of 5 to 7 bits come in pieces, each with an address and a word of its own.
     most += 16 * (len([b for b in buffers if b.dtype.packed]) > len({b.owner for b in buffers if b.dtype.packed}))
@@ -329,6 +387,7 @@ class Table:
 
     width    entries of a row
     columns  buffer -> the entry that is its address
+    numbers  table of numbers in memory -> likewise
     numel    the entry that is the number of elements; then columns, stream key, and where the tensor lies in the
              logical one: row and column of the first element, columns; of several stages also rows and columns of its
              matrices, and its numel
@@ -337,12 +396,14 @@ class Table:
     width: int
     columns: Mapping[str, int]
     numel: int
+    numbers: Mapping[str, int]
 
     @classmethod
     def of(cls, program: Program) -> Table:
         """The table of a step that is one kernel."""
-        names = [b.name for b in program.buffers]
-        return cls(len(names) + 6, {name: i for i, name in enumerate(names)}, len(names))
+        columns = {b.name: i for i, b in enumerate(program.buffers)}
+        numbers = {name: len(columns) + i for i, name in enumerate(in_memory([program]))}
+        return cls(len(columns) + len(numbers) + 6, columns, len(columns) + len(numbers), numbers)
 
 
 # Of a kernel that is launched.  Triton would compile it a second time for the keys that 16 divides, and these come: the
@@ -531,9 +592,10 @@ def _is_counted(program: Program) -> bool:
 
 
 def keys(schedule: Schedule) -> list[str]:
-    """The host words that the tile function reads."""
+    """The host words that the tile function reads, and the addresses of its tables."""
     read = {n.attr for n in postorder(schedule.program.roots()) if n.op == "key"}
-    return [name for name in ("step_key", "stream_key") if name in read]
+    words = [name for name in ("step_key", "stream_key") if name in read]
+    return [*words, *(f"{name}_ptr" for name in in_memory([schedule.program]))]
 
 
 wrapped = partial(wrap, whole=110)
@@ -760,6 +822,8 @@ def pointers(program: Program, table: Table, aligned: str = "ALIGNED") -> list[s
         dtype = "GRAD" if b.role == "grad" else _EIGHTS.get(b.dtype.name) or tl_dtype(b.dtype)
         pointer = f"{b.name}_ptr = pointer(row + {table.columns[b.name]}, {dtype}, {aligned})"
         out.append(f"    {pointer:<64}  # {_comment(b)}")
+    for name in in_memory([program]):
+        out.append(f"    {name}_ptr = pointer(row + {table.numbers[name]}, tl.float32, True)")
     return out
 
 

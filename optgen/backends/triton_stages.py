@@ -34,6 +34,7 @@ from optgen.backends.triton import (
     folded,
     further_on,
     helpers,
+    in_memory,
     is_packed,
     kernel,
     keys,
@@ -79,6 +80,7 @@ class Frame:
 
     values    the entries with addresses of what is kept from step to step and of temps
     partials  of what sweeps reduce: the entries with addresses of the partial results
+    numbers   of tables of numbers in memory: the entries with their addresses
     axes      whether the address of what columns are made of comes next
     matrices  the entry that is the number of matrices; rows and columns follow, then what triton.Table says
     dense     how many dense operands the widest sweep has
@@ -86,6 +88,7 @@ class Frame:
 
     values: dict[str, int]
     partials: dict[str, int]
+    numbers: dict[str, int]
     axes: bool
     matrices: int
     dense: int
@@ -100,7 +103,10 @@ class Frame:
         after = {name: len(names) + i for i, name in enumerate(partials)}
         dense = max((len(terms(s.schedule)) for s in step.sweeps if touches_matrices(s.schedule.program)), default=0)
         axes = any(b.space == spaces.axis for b in step.program.buffers)
-        return cls(values, after, axes, len(names) + len(partials) + axes, dense)
+        count = len(names) + len(partials)
+        tables = in_memory([s.schedule.program for s in step.stages if not s.call])
+        numbers = {name: count + i for i, name in enumerate(tables)}
+        return cls(values, after, numbers, axes, count + len(numbers) + axes, dense)
 
     @property
     def numel(self) -> int:
@@ -117,7 +123,7 @@ class Frame:
             b.name: self.partials[b.name] if sweep and b.role == "partial" else self.values[b.name]
             for b in program.buffers
         }
-        return Table(self.width, where, self.numel)
+        return Table(self.width, where, self.numel, self.numbers)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,13 @@ class HyperRow:
     parts: tuple[str, ...]
 
     @property
+    def described(self) -> str:
+        """What the constructor takes, in words: "2 numbers, >= 0, < 1"."""
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        count = f"{len(self.default)} numbers" if isinstance(self.default, tuple) else "a number"
+        return ", ".join([count, *(f"{signs[k]} {v:g}" for k, v in self.bounds)])
+
+    @property
     def declaration(self) -> str:
         bounds = "".join(f", {k}={v!r}" for k, v in self.bounds)
         return f'Hyper("{self.name}", {literal(self.default)}{bounds})'
@@ -41,6 +48,13 @@ class FlagRow:
     def derived(self) -> bool:
         """Whether no constructor argument sets it."""
         return bool(self.nonzero or self.shape or self.every)
+
+    @property
+    def described(self) -> str:
+        """What the constructor takes, in words."""
+        limits = [f"not with {self.needs}=0"] if self.needs else []
+        limits += [f"not with {self.excludes}"] if self.excludes else []
+        return ", ".join(["True or False", *limits])
 
     @property
     def declaration(self) -> str:
@@ -69,7 +83,7 @@ class ClassRow:
     flags: tuple[FlagRow, ...]
     plans: tuple[str, ...]
     default_plan: Mapping[str, str]
-    formulas: tuple[str, ...]
+    rule: tuple[str, ...]  # the lines of the author's function
     rebuild: str
     evaluation: tuple[str, ...] = ()  # lines of the function that gives the weights to evaluate with
     blocks: bool = False  # whether its user may say how many blocks of rows a parameter has
@@ -78,6 +92,13 @@ class ClassRow:
     def signature(self) -> list[str]:
         out = [f"{h.name}={literal(h.default)}" for h in self.hypers]
         return out + [f"{f.name}={f.default}" for f in self.flags if not f.derived]
+
+    @property
+    def arguments(self) -> list[str]:
+        """A line for each argument of the rule's own: its name, and what it may be."""
+        rows: list[HyperRow | FlagRow] = [*self.hypers, *(f for f in self.flags if not f.derived)]
+        width = max((len(row.name) for row in rows), default=0)
+        return [f"{row.name:{width}}  {row.described}" for row in rows]
 
     @property
     def defaults(self) -> list[str]:

@@ -132,7 +132,7 @@ TABLE: dict[str, Row] = {
     "E202": Row(
         "{function} is for host scalars, got a value in space {got}",
         "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
-        "element-wise there are sqrt, cbrt, exp2, log2 and x ** number",
+        "element-wise there are sqrt, rsqrt, cbrt, square and x ** number",
     ),
     "E203": Row(
         "`{name}` lives in space {want}, but the value returned for it lives in {got}",
@@ -284,7 +284,8 @@ def _restore(code: str, locs: tuple[Loc, ...], message: str, note: str, hint: st
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint naming the closest known word, or the list of known words."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
+    plain = {name.lower(): name for name in reversed(names)}  # AdamW is meant where adamw is known
+    close = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), plain, n=1)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{plain.get(close[0], close[0])}'?"
     return f"known: {', '.join(names)}" if names else ""

@@ -197,7 +197,7 @@ def check(
         t.result |= {"specs": rows, "errors": [as_fields(e) for e in errors]}
         plans = sorted({name for r in rows for name in r["plans"]}, key=overview.plan_order)
         found = [v["verdict"] for r in rows for v in r["plans"].values()]
-        kinds = [x for x in ("ok", "forced", "not yet", "refused", "does not fit") if x in found]
+        kinds = [x for x in ("ok", "forced", "refused", "does not fit") if x in found]
         kinds += sorted({*found} - {*kinds})
         # Plans in the cells: a column for each would be too narrow for its name.
         cells = []
@@ -207,18 +207,19 @@ def check(
         if rows:
             t.show(table("", ("spec", *kinds), cells))
         for r in rows:
+            said: dict[str, list[str]] = {}  # finding -> plans: most plans share theirs with others
             for name, verdict in r["plans"].items():
-                if verdict["verdict"] in ("refused", "does not fit") or (names and verdict["verdict"] != "not yet"):
+                if names or verdict["verdict"] in ("refused", "does not fit"):
                     for finding in verdict["findings"]:
-                        t.show(f"{r['name']} under {name}: {finding}")
+                        said.setdefault(finding, []).append(name)
+            for finding, under in said.items():
+                t.show(f"{r['name']} under {', '.join(under)}: {finding}")
         for error in errors:
             t.log(str(error), "red")
             t.fail(2)
         verdicts = {*found}
         if "forced" in verdicts:
             t.show("forced: the lint refuses it, the plan says why it exists all the same (optgen explain)")
-        if "not yet" in verdicts:
-            t.show("not yet: it reduces over rows, columns or the tensor; it can be checked, but not built")
         if plan and verdicts & {"refused", "does not fit"}:
             t.fail(1)
         elif not errors:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
@@ -42,11 +42,21 @@ def compile(
     spec   a Spec, its name, its file ("specs/mine.py"), or file.py:name
     plan   a Plan, its name, or plans.py:name; other plans are compiled when a parameter group asks for them
     maths  "fast", or "strict": the same bits on every backend
+
+    UserError (optgen.base.errors) with a code, the place and a hint for a spec or plan that is wrong or not there, and
+    for a pair that the lint refuses.
     """
     if maths not in MATHS:
         raise UserError("E411", option="maths", want="strict or fast", got=maths, hint=did_you_mean(str(maths), MATHS))
+    given: tuple[tuple[str, object, type], ...] = (("spec", spec, Spec), ("plan", plan, Plan))
+    for option, value, kind in given:
+        if not isinstance(value, (kind, str, Path)):
+            hint = "put @optimizer(...) above the function" if isinstance(value, FunctionType) else ""
+            want, got = f"a {kind.__name__}, its name or its file", getattr(value, "__name__", repr(value))
+            raise UserError("E411", option=option, want=want, got=got, hint=hint)
     found = spec if isinstance(spec, Spec) else load.find_spec(spec)
     chosen = plan if isinstance(plan, Plan) else load.find_plan(plan)
+    chosen.check_name()
     runtime_plans.provider = provide
     return _class(found, chosen, maths)
 

@@ -225,6 +225,8 @@ def emit_plan(
     tiles, limits = functions.tiles, functions.limits
     names: dict[str, str] = {}  # of stages' kernels: of equal ones the first one's
     helpers: set[str] = set()
+    memory: dict[str, tuple[float, ...]] = {}  # tables that kernels read from there
+    numbers: dict[str, list[str]] = {}  # which of them, by variant
     unpack = unpack_of(spec)
     for c in compiled:
         wanted = function_name(spec, c.case)
@@ -243,6 +245,9 @@ def emit_plan(
                 *reference.encode_function(c.encode, f"{name}_encode"),
             ]
 
+        if read := triton.in_memory([s.schedule.program for s in c.fast.stages if not s.call]):
+            numbers[wanted] = list(read)
+            memory |= read
         # Strict and fast maths hoist different scalars: the runtime passes each backend its own.
         strict_host = scalars.add("host_scalars", partial(host.scalars_function, _host(c.strict), unpack))
         fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
@@ -294,6 +299,8 @@ def emit_plan(
             registers=limits,
             warps=functions.warps,
             dense=functions.dense,
+            numbers=numbers,
+            memory=[line for name, x in sorted(memory.items()) for line in reference.listed(name, x)],
         ),
         "kernels.cpp": wrapper.render(
             "cpp.cpp.j2",
@@ -458,7 +465,7 @@ def class_row(spec: Spec, plans: tuple[str, ...]) -> wrapper.ClassRow:
         flags=flags,
         plans=plans,
         default_plan=defaults,
-        formulas=tuple(let.line for let in spec.trace().lets),
+        rule=spec.source.body,
         rebuild=f"optgen build {spec.name}",
         evaluation=_evaluation(spec),
         blocks=spec.blocks,

@@ -7,9 +7,11 @@ and `file.py:name` one of several in it.  A spec is Python: loading a file runs 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import TypeVar
 
 import optgen.formats
@@ -189,6 +191,8 @@ def _of(file: Path, kind: type[Found]) -> dict[str, Found]:
     out: dict[str, Found] = {}
     for key, value in vars(load(file)).items():
         if isinstance(value, kind) and not key.startswith("_") and _is_from(value, file):
+            if isinstance(value, Plan):
+                value.check_name()
             out.setdefault(value.name, value)
     return out
 
@@ -283,23 +287,54 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if Path(frame.f_code.co_filename).parent == file.parent:
             place = of_frame(frame)
-    return UserError("E402", loc=place, kind=type(error).__name__, text=str(error), hint=_meant(error))
+    path = error.path if isinstance(error, ImportError) else None
+    text = str(error).removesuffix(f" ({path})")  # where a module lies on this machine is no part of the mistake
+    return UserError("E402", loc=place, kind=type(error).__name__, text=text, hint=_meant(error, file))
 
 
-def _meant(error: Exception) -> str:
-    """A name like the one that is not there; "" where none is near."""
+def _meant(error: Exception, file: Path) -> str:
+    """A name like the one that is not there, or what to write instead; "" where nothing is known."""
     source: object
     if isinstance(error, NameError) and error.name:
         found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
         return f"from {found.__name__} import {error.name}" if found else ""
     if isinstance(error, ImportError):
+        if "relative import" in str(error):
+            return "a file beside this one is imported by its name alone: from helper import ..."
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package, _, module = error.name.rpartition(".")
+            beside = [f.stem for f in file.parent.glob("*.py")] if package in ("", file.parent.name) else []
+            near = did_you_mean(module, beside)
+            return near if near.startswith("did you mean") else ""
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         source = sys.modules.get(words[2]) if words else None
         name = words[1] if words else ""
+        if name in dir(builtins) and source in (optgen.lang, optgen.formats):
+            return f"`{name}` is Python's own: it needs no import"
     elif isinstance(error, AttributeError):
         name, source = error.name or "", error.obj
+    elif isinstance(error, TypeError):
+        return _usage(str(error))
     else:
         return ""
     known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
     near = did_you_mean(name, known)
     return near if near.startswith("did you mean") else ""
+
+
+def _usage(text: str) -> str:
+    """How the function of ours is called that a TypeError's text begins with; "" for any other."""
+    words = re.match(r"(\w+)(?:\.__init__)?\(\) (?:got|missing|takes)", text)
+    name = words[1] if words else ""
+    found = next((vars(m)[name] for m in (optgen.lang, optgen.formats) if name in m.__all__), None)
+    if not callable(found):
+        return ""
+    parts = []
+    for p in inspect.signature(found).parameters.values():
+        if p.name == "function":  # what a decorator stands on
+            continue
+        bare = p.replace(annotation=inspect.Parameter.empty)
+        simple = p.default is inspect.Parameter.empty or isinstance(p.default, (bool, int, float, str, NoneType))
+        # A default that is an object of ours has a long text: its name is enough.
+        parts.append(str(bare) if simple else f"{p.name}=...")
+    return f"{name}({', '.join(parts)})"

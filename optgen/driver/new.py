@@ -40,11 +40,12 @@ def {name}(
 def new(name: str, project: Path | None = None) -> Path:
     """Writes specs/<name>.py and returns its path; never over a file that is there."""
     spelled = snake(name)
-    if not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
+    path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
+    if path or not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
         taken = spelled in RESERVED or spelled == "plans"
         remedy = (
             "choose another name: this one is used by generated code or by specs/"
-            if taken
+            if taken and not path
             else "for instance my_rule, or MyRule"
         )
         raise UserError("E409", name=name, remedy=remedy)

@@ -109,7 +109,8 @@ def _check_overrides(overrides: object, loc: Loc) -> None:
 
 def _nameable(name: str) -> bool:
     """Whether a folder and a Python module can have this name; "" is a plan's that has none."""
-    return not name or (name.isidentifier() and name.isascii() and not keyword.iskeyword(name))
+    plain = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+    return not name or plain and not name.startswith("__")
 
 
 _PARTS = (
@@ -223,9 +224,10 @@ class Plan:
                 )
 
     def _check_words(self) -> None:
+        name = "a Python name (not one such as __init__): it becomes a module"
         for part, fits, want in (
             ("doc", isinstance(self.doc, str), "a text, the first argument"),
-            ("name", isinstance(self.name, str) and _nameable(self.name), "a Python name: it becomes a module"),
+            ("name", isinstance(self.name, str) and _nameable(self.name), name),
             ("small_numel", is_whole(self.small_numel) and self.small_numel >= 0, "a number of elements, 0 or more"),
             ("read_back", isinstance(self.read_back, bool), "True or False"),
             ("forced", isinstance(self.forced, str), "the reason, a text"),
@@ -239,6 +241,14 @@ class Plan:
         hint = "from optgen.formats import Blocked, LogMinMax, Native, Split, floats"
         hint = f"call it: {got}(...)" if called else hint
         return UserError("E305", loc=self.loc, what=f"{slot}={got}", want=want, hint=hint)
+
+    def check_name(self) -> None:
+        """UserError for a plan that was not assigned to a name as it was made: it becomes a folder, and groups and
+        checkpoints call it by its name."""
+        if not self.name:
+            hint = 'assign it first (mine = Plan(...)), or give it one: Plan(..., name="mine")'
+            want = "what groups and checkpoints call it"
+            raise UserError("E309", loc=self.loc, part="name", want=want, got="none", hint=hint)
 
     def but(self, doc: str = "", **changes: Any) -> Plan:
         """This plan with some of its parts replaced; `overrides` are added to the ones it has."""

@@ -88,7 +88,8 @@ def lookahead(inner: Spec) -> Spec:
         HyperDecl("lookahead_k", 5.0, ge=1, parts=("lookahead_k",)),
         HyperDecl(alpha_name, 0.5, ge=0, le=1, parts=(alpha_name,)),
     )
-    doc = f"Lookahead around {inner.class_name}: slow weights that follow every lookahead_k steps."
+    way = f"every lookahead_k steps slow weights go {alpha_name} of the way to p, and p begins again there"
+    doc = f"Lookahead around {inner.class_name}: {way}."
     return _made(
         inner, "lookahead", doc, "Zhang et al. 2019, arXiv:1907.08610", hypers,
         (FlagDecl("sync", every="lookahead_k"),), (StateDecl("slow", spaces.elem, False, None, "param"),), rule,
@@ -109,6 +110,7 @@ def clipped(inner: Spec) -> Spec:
         g = g * minimum(1.0, max_norm / (model_norm(g) + 1e-6))
         return inner.function(p, g, *given, **options)
 
-    doc = f"{inner.class_name} with gradients clipped by their norm over all parameters."
+    clip = f"g * min(1, {name} / (norm + 1e-6))"
+    doc = f"{inner.class_name} with gradients clipped by their norm over all parameters: {clip}."
     hypers = (HyperDecl(name, 1.0, gt=0, parts=(name,)),)
     return _made(inner, "clipped", doc, "Pascanu et al. 2013, arXiv:1211.5063", hypers, (), (), rule)

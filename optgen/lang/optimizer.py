@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
@@ -287,6 +288,8 @@ def _check_return(spec: Spec) -> None:
     for node, parts in spec.source.returns:
         names = [name for name, _ in parts]
         for (name, loc), wanted in zip(parts, want, strict=False):
+            if name is None and isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
+                raise UserError("E121", loc=loc, name=wanted, hint=f"end with `{line}`")
             if name is None:
                 raise UserError("E121", loc=loc, name=wanted)
             if name != wanted:

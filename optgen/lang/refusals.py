@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
@@ -11,10 +13,12 @@ from optgen.lang.source import Span, smallest
 # Python's function -> ours.
 _FUNCTIONS = {
     "max": "maximum(a, b)", "min": "minimum(a, b)", "sqrt": "sqrt(x)", "exp": "exp(x)", "log": "log(x)",
-    "log2": "log2(x)", "exp2": "exp2(x)", "floor": "floor(x)", "fabs": "abs(x)", "cbrt": "cbrt(x)", "pow": "x ** y",
-    "rsqrt": "rsqrt(x)", "sign": "sign(x)", "where": "where(c, a, b)", "maximum": "maximum(a, b)",
-    "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)", "clip": "clip(x, low, high)", "abs": "abs(x)",
-    "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)", "square": "square(x)",
+    "log2": "log(x) / log(2.0)", "exp2": "2.0 ** x", "floor": "floor(x)", "fabs": "abs(x)",
+    "cbrt": "cbrt(x)", "pow": "x ** y", "rsqrt": "rsqrt(x)", "sign": "sign(x)", "where": "where(c, a, b)",
+    "maximum": "maximum(a, b)", "minimum": "minimum(a, b)", "clamp": "clip(x, low, high)", "clip": "clip(x, low, high)",
+    "abs": "abs(x)", "isclose": "abs(a - b) < tolerance", "copysign": "abs(x) * sign(y)", "square": "square(x)",
+    "round": "rint(x)", "ceil": "-floor(-x)", "lerp": "a + weight * (b - a)", "norm": "norm(x)", "sum": "total(x)",
+    "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
 }  # fmt: skip
 _TRUTH = ("max", "min", "sorted", "any", "all", "bool")
 
@@ -34,8 +38,10 @@ def called(loc: Loc) -> tuple[str, str]:
 
 def instead_of(name: str) -> str:
     """The hint that names our function for Python's, or nothing."""
-    ours = _FUNCTIONS.get(name)
-    return f"use {ours}" + ("" if ours and ours[:3] in ("abs", "x *") else " from optgen.lang") if ours else ""
+    ours = _FUNCTIONS.get(name, "")
+    known = sys.modules["optgen.lang"].__dict__["__all__"]
+    from_lang = any(word in known for word in re.findall(r"(\w+)\(", ours))
+    return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else ""
 
 
 def number(loc: Loc, default: str) -> UserError:
@@ -45,6 +51,14 @@ def number(loc: Loc, default: str) -> UserError:
         return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
     what = f"{written}()" if written else default
     return UserError("E102", loc=loc, what=what, hint="a value has no number while the spec is traced")
+
+
+def iteration(loc: Loc) -> UserError:
+    """iter(), asked for by an unpacking, a loop or a function such as sum()."""
+    name, written = called(loc)
+    if name in _FUNCTIONS:
+        return UserError("E102", loc=loc, what=f"{written}()", hint=instead_of(name))
+    return UserError("E102", loc=loc, what="unpacking", hint="only a tuple hyper-parameter has parts")
 
 
 def truth(loc: Loc) -> UserError:

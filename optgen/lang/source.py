@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -166,6 +167,15 @@ class Source:
         for x in (*plain.args.args, *plain.args.kwonlyargs):
             x.annotation = None
         return ast.unparse(plain)
+
+    @property
+    def body(self) -> tuple[str, ...]:
+        """The lines of the function as the author wrote them, without its head and docstring, from column 0."""
+        head = self.node.body[0]
+        said = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant)
+        first, last = _span(head)[2] + 1 if said else head.lineno, _span(self.node)[2]
+        rows = [linecache.getline(self.file, k) for k in range(first, last + 1)]
+        return tuple(textwrap.dedent("".join(rows)).strip("\n").split("\n"))
 
     @cached_property
     def statements(self) -> tuple[Statement, ...]:

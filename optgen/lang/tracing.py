@@ -143,9 +143,13 @@ def _meant(error: Exception, place: Loc, spec: Spec) -> str:
     if isinstance(error, NameError) and error.name:
         if error.name in sys.modules["optgen.lang"].__dict__["__all__"]:
             return f"from optgen.lang import {error.name}"
+        if error.name in ("t", "step") and not spec.takes_step:
+            return f"the step is a parameter of the spec: def {spec.name}(p, g, t, ...)"
         known = [*spec.order, "g", *[h.name for h in spec.hypers], *[f.name for f in spec.flags]]
         near = did_you_mean(error.name, known)
-        return near if near.startswith("did you mean") else ""
+        if near.startswith("did you mean"):
+            return near
+        return f"what the caller chooses is declared after the `*` of the signature: {error.name}=hyper(...)"
     name, written = called(place)
     if ours := instead_of(name):
         return ours

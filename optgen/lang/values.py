@@ -188,7 +188,7 @@ class Value:
         raise UserError("E102", loc=author_loc(), what="x[...] =", hint=_ONE)
 
     def __iter__(self) -> Any:
-        raise UserError("E102", loc=author_loc(), what="unpacking", hint="only a tuple hyper-parameter has parts")
+        raise refusals.iteration(author_loc())
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
@@ -246,7 +246,7 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
 
 _FLOAT = frozenset("search place div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
 _ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | {*REDUCTIONS, *GATHERS}
-_HOST_ONLY = {"pow": "x ** y with such an exponent", "exp": "exp()", "log": "log()"}
+_HOST_ONLY = {"pow": "x ** y with a variable exponent", "exp": "exp()", "log": "log()"}
 _SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
             "not": "~", "shl": "<<", "shr": ">>", "neg": "-", "max": "maximum", "min": "minimum",
             "eq": "equal"}  # fmt: skip
@@ -264,7 +264,8 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
         hint = "turn a condition into a number: where(c, 1.0, 0.0)"
         raise UserError("E103", loc=author_loc(), function=shown, want="numbers", got=got, hint=hint)
     if name in ("and", "or", "xor", "not") and any(k.is_float for k in kinds):
-        raise UserError("E103", loc=author_loc(), function=shown, want="conditions or integers", got=got)
+        hint = f"`{shown}` binds more tightly than a comparison: (a > 0) {shown} (b > 0)" if len(nodes) == 2 else ""
+        raise UserError("E103", loc=author_loc(), function=shown, want="conditions or integers", got=got, hint=hint)
     if name in _FLOAT and any(k.is_int for k in kinds):
         raise UserError("E103", loc=author_loc(), function=shown, want="real numbers", got=got)
     if len({k.is_float for k in kinds if k is not dtypes.boolean}) > 1:

@@ -4,7 +4,7 @@ One 32-bit word serves an element's states and weight together where their wants
 words come from the same counter under another salt.  The hash is made of IR operations, so every backend
 draws the same bits, whatever the tiling, the order of the tensors or the number of shards.
 
-Over time the bits are evenly spread rather than independent: within a window of 32 steps each field visits 32 equal
+Over time the bits are evenly spread rather than independent: within a window of 256 steps each field visits 256 equal
 parts of its range once each, in van der Corput's order (a random start, and on it the bits of the step's number
 reversed).  An average over some steps sees far less noise so.  Each draw by itself is uniform, and rounding unbiased;
 fields of one element walk through a window side by side, so their noise is not independent over it.
@@ -30,11 +30,12 @@ M2 = 0x846CA68B
 M3 = 0x9E3779B1
 SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
 
-# Windows end so that nothing can walk in step with the sequence for long: under scales that move finely, roots of
-# second moments had up to three times the noise of independent bits under endless sequences, and less than four fifths
-# of it under windows, which keep nine tenths of what endless ones win elsewhere.  The runtime's keys (runtime/keys.py)
-# have the same number, and the reversed bits of the step at their end.
-PLACE = 5
+# Windows end so that nothing can walk in step with the sequence for long: under scales that move finely, endless
+# golden-ratio sequences had up to three times the noise of independent bits in roots of second moments.  256 steps are
+# what the narrowest field has room for (8 bits); no speed of a grid is known at which their noise is more than that of
+# independent bits (tests/test_noise.py), and windows of 32 have 7 to 16 % more error in Adam's updates.  The runtime's
+# keys (runtime/keys.py) have the same number, and the reversed bits of the step at their end.
+PLACE = 8
 WINDOW = 1 << PLACE
 
 

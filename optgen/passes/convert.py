@@ -19,6 +19,7 @@ rewrite (ROUNDS):
                  what NVIDIA's arithmetic makes of any NaN is 0x7FFFFFFF, whose pattern i would carry over into
                  that of a number.  AMD's keeps sign and payload: negative NaNs up to 0xFFFDFFFF stay NaN without
                  help, and those above exist only in memory filled with ones: formats write NaN scales as 0x7FC00000.
+                 A CPU's keeps them too, and there one instruction sees to all of them: C++ prints bits_or_nan.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def exact(node: Node) -> Node:
         shift = a[0].args[1].attr
         if 0 <= a[1].attr < 1 << (32 - shift):  # the mask drops what an arithmetic shift would bring in
             return ir.op("and", ir.op("shr", a[0].args[0], a[0].args[1]), a[1])
-    if node.op in ("and", "or", "xor", "add", "sub") and node.dtype is dtypes.i32 and is_const(a[1], 0):
+    shifts = ("shl", "shr", "lshr")
+    if node.op in ("and", "or", "xor", "add", "sub", *shifts) and node.dtype is dtypes.i32 and is_const(a[1], 0):
         return a[1] if node.op == "and" else a[0]
     return node
 

@@ -12,6 +12,7 @@ rewrite:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from optgen.ir.node import Node, postorder, unseen
@@ -52,7 +53,7 @@ def share(program: Program) -> Program:
                 let = named[node.uid]
                 out.append(let if let.stage == stage else replace(let, stage=min(let.stage, stage, key=_STAGES.index)))
             elif node.uid in beside or (uses[node.uid] > 1 and node.op not in _INLINE):
-                out.append(Let(_describe(node), node, stage))
+                out.append(Let(_describe(node, named), node, stage))
 
     for let in lets:
         emit(let.node, let.stage)
@@ -69,14 +70,16 @@ def _load_name(node: Node) -> str:
     return f"{node.attr}_code" if node.dtype.is_int else f"{node.attr}_stored"
 
 
-def _describe(node: Node) -> str:
-    """A plain name by what the node does, where neither the author nor the format named it."""
-    stack, seen = [node], set[Node]()
-    while stack:
-        n = stack.pop()
-        if n.op == "load":
-            return f"{n.attr}_{node.op}"
-        if n not in seen:
-            seen.add(n)
-            stack += reversed(n.args)
+def _describe(node: Node, named: Mapping[int, Let]) -> str:
+    """A plain name by what the node does, and to what: the nearest value below that the author, the format or the
+    buffer has a name for, the left one of several."""
+    level, seen = [*node.args], set[Node]()
+    while level:
+        for n in level:
+            if n.uid in named:
+                return f"{named[n.uid].name}_{node.op}"
+            if n.op == "load":
+                return f"{n.attr}_{node.op}"
+        seen.update(level)
+        level = [a for n in level for a in n.args if a not in seen]
     return f"word_{node.op}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sh
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
 from optgen.runtime.records import Field, Variant, as_float
+from optgen.runtime.warn import warn
 
 Groups = list[dict[str, Any]]
 Migration = Callable[[dict[str, Any], dict[Any, Any]], tuple[dict[str, Any], dict[Any, Any]]]
@@ -145,10 +145,10 @@ def read(
         misfits.add("another rank found what does not fit its parts, and says it")
     misfits.stop()
     if missing and loaded.states:
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has no state for {len(missing)} parameters "
             f"({', '.join(missing[:SHOWN])}{', ...' if len(missing) > SHOWN else ''}): they start anew",
-            stacklevel=3,
+            cls,
         )
     return loaded
 
@@ -327,12 +327,12 @@ def _take_overrides(
     changed = _take("overrides", plans.own, groups, merged, saved, order)
     if changed:
         label, was, now = changed[0]
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint keeps {len(changed)} parameters otherwise than the "
             f"`overrides` of this optimizer say, and is followed: {label!r} under {_named(str(now))}, not "
             f"{_named(str(was))}{' (and others)' if len(changed) > 1 else ''}; `optgen convert` gives a checkpoint "
             f"another plan",
-            stacklevel=4,
+            cls,
         )
 
 
@@ -344,11 +344,11 @@ def _take_blocks(
     if changed:
         label, was, now = changed[0]
         was, now = (f"{count} blocks" if count else "a block for each row" for count in (was, now))
-        warnings.warn(
+        warn(
             f"{cls.__name__}.load_state_dict: the checkpoint has {len(changed)} parameters in other blocks than the "
             f"`blocks` of this optimizer say, and is followed: {label!r} in {now}, not {was}"
             f"{' (and others)' if len(changed) > 1 else ''}",
-            stacklevel=4,
+            cls,
         )
 
 

@@ -4,7 +4,7 @@ The kernels hash (element index, stream key, step key) into one 32-bit word.  Bo
 
 - the stream key names the parameter: a hash of its name where the optimizer was given named parameters, so
   that neither their order nor their grouping changes a bit; else of its position over all groups;
-- the step key has two parts, since noise is evenly spread over a window of 32 steps and drawn anew then
+- the step key has two parts, since noise is evenly spread over a window of 256 steps and drawn anew then
   (lower/noise.py): its lowest bits are those of the step's place in its window, reversed, the others mix the group's
   seed with the window's number.
 
@@ -19,7 +19,7 @@ import hashlib
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 
-PLACE = 5
+PLACE = 8
 WINDOW = 1 << PLACE
 """Steps over which the noise of an element is one evenly spread sequence."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ from optgen.runtime import (
 )
 from optgen.runtime.bucket import Backend, Bucket
 from optgen.runtime.records import Variant
+from optgen.runtime.warn import warn
 from optgen.runtime.workspace import Workspace, matrices
 
 TILES = 4
@@ -134,8 +134,8 @@ SIZES = 6
 def rows(
     columns: Sequence[Sequence[int]], shapes: Sequence[torch.Size], streams: Sequence[int], places: Places = None
 ) -> list[list[int]]:
-    """The table, a row per tensor: its addresses (p, g, the fields), numel, columns, stream key; then where it lies in
-    the logical tensor: row and column of its first element, columns of that tensor (layout.Place)."""
+    """The table, a row per tensor: its addresses (p, g, the fields; tables), numel, columns, stream key; then
+    where it lies in the logical tensor: row and column of its first element, columns of that (layout.Place)."""
     return [
         [*addresses, math.prod(shape), layout.grid(shape)[1], stream, *place[:3]]
         for *addresses, shape, stream, place in zip(
@@ -151,13 +151,19 @@ def stage_rows(
     streams: Sequence[int],
     places: Places = None,
 ) -> list[list[int]]:
-    """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials; where that matters,
-    of what columns are made of), then the number of matrices, their rows and columns, then as in `rows`; then rows and
-    columns of the matrices of the logical tensor, and its numel."""
+    """The table of a step of several stages: addresses (p, g, the fields, the temps, the partials, tables of numbers;
+    where that matters, of what columns are made of), then the number of matrices, their rows and columns, then as in
+    `rows`; then rows and columns of the matrices of the logical tensor, and its numel."""
     sizes = [list(column) for column in zip(*(matrices(shape) for shape in shapes), strict=True)]
     axes = [room.axes] if room.axes else []
-    lines = rows([*columns, *room.columns, *axes, *sizes], shapes, streams, places)
+    of_tables = _of_numbers(room.numbers, len(shapes))
+    lines = rows([*columns, *room.columns, *of_tables, *axes, *sizes], shapes, streams, places)
     return [[*line, *place[3:]] for line, place in zip(lines, places or map(layout.place, shapes), strict=True)]
+
+
+def _of_numbers(numbers: Sequence[Tensor], tensors: int) -> list[list[int]]:
+    """Columns of the addresses of tables of numbers, the same for all tensors."""
+    return [[table.data_ptr()] * tensors for table in numbers]
 
 
 def sizes(line: Sequence[int]) -> tuple[int, int]:
@@ -235,6 +241,7 @@ class Tables:
 
     known    the signature, but for what has moved since
     scalars  of a step that is counted on the device
+    numbers  tables of numbers that a step of one kernel reads
     spare    pinned memory on the host, a tensor per table of addresses (see `stock`)
     moved    the gradients' addresses now, of those of these numbers
     """
@@ -244,6 +251,7 @@ class Tables:
     table: cpu.Table | None = None
     staged: stages.Plan | None = None
     scalars: control.Control | None = None
+    numbers: tuple[Tensor, ...] = ()
     spare: list[Tensor] = field(default_factory=list)
     moved: tuple[Sequence[int], Tensor] | None = None
 
@@ -269,7 +277,7 @@ class Tables:
         """All that kernels read or write beside the optimizer's own tensors, to be kept alive."""
         if self.staged is not None:
             return [self.staged.room, *self.staged.kept, *(x for call in self.staged.calls for x in call.tables)]
-        return [x for launch in self.launches for x in (launch.table, launch.work)]
+        return [*self.numbers, *(x for launch in self.launches for x in (launch.table, launch.work))]
 
     def stock(self) -> None:
         """Room on the host from which a graph may fill a table, made before there is one."""
@@ -351,7 +359,10 @@ class Launcher:
                     made = stages.build(bucket, kernels, now, kept, stage_rows, _tuning.rows)
                     old = Tables(now, [], staged=made, scalars=old.scalars if old else None)
                 else:
-                    old = Tables(now, self._build(bucket, now, old), scalars=old.scalars if old else None)
+                    kernels = plans.part(bucket.plan, "triton_kernels")
+                    numbers = old.numbers if old else workspace.numbers(kernels, bucket.variant, bucket.device)
+                    launches = self._build(bucket, now, old, numbers)
+                    old = Tables(now, launches, scalars=old.scalars if old else None, numbers=numbers)
             if bucket.counted:
                 old.scalars_on(bucket)
                 old.stock()
@@ -375,11 +386,12 @@ class Launcher:
         shapes, streams, columns, places, _ = now
         spare, last.spare = last.spare, []
         if last.staged is not None:
-            lines = stages.lines(last.staged, now, stage_rows)
-            parts = [lines] if lines is not None else []
+            moved = stages.lines(last.staged, now, stage_rows)
+            parts = [moved] if moved is not None else []
         else:
             block = bucket.variant.block
-            sorted_lines = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
+            lines = rows([*columns, *_of_numbers(last.numbers, len(shapes))], shapes, streams, places)
+            sorted_lines = _sorted(lines, block, bucket.variant.stochastic)
             alike = [(x.aligned, x.ragged, x.sizes) for x in last.launches]
             found = [(aligned, ragged, [sizes(x) for x in part]) for (aligned, ragged), part in sorted_lines.items()]
             parts = list(sorted_lines.values()) if found == alike else []
@@ -393,13 +405,16 @@ class Launcher:
         if last.staged is not None:
             return Tables(now, [], None, stages.moved(last.staged, tables[0]), last.scalars)
         made = [replace(x, table=table) for x, table in zip(last.launches, tables, strict=True)]
-        return Tables(now, made, None, None, last.scalars)
+        return Tables(now, made, None, None, last.scalars, last.numbers)
 
-    def _build(self, bucket: Bucket, now: Signature, old: Tables | None) -> list[Launch]:
+    def _build(
+        self, bucket: Bucket, now: Signature, old: Tables | None, numbers: Sequence[Tensor]
+    ) -> list[Launch]:
         block, function = bucket.variant.block, bucket.variant.kernel_name
         kernels = plans.part(bucket.plan, "triton_kernels")
         tile, per_item = _tuning.sizes(kernels, function)
         shapes, streams, columns, places, _ = now
+        columns = [*columns, *_of_numbers(numbers, len(shapes))]
         parts = _sorted(rows(columns, shapes, streams, places), block, bucket.variant.stochastic)
         known = {(launch.aligned, launch.ragged): launch for launch in old.launches} if old else {}
         launches = []
@@ -533,6 +548,7 @@ class _Single(_Kernels):
 
     def _parts(self) -> list[_Following]:
         shapes, streams, columns, places, _ = self.tables.signature
+        columns = [*columns, *_of_numbers(self.tables.numbers, len(shapes))]
         lines = [line for line in rows(columns, shapes, streams, places) if sizes(line)[0]]
         parts = list(_sorted(lines, self.variant.block, self.variant.stochastic).values())
         if len(parts) == 1:
@@ -600,7 +616,7 @@ def runner(bucket: Bucket, tables: Tables, scalars: Sequence[float] | control.Co
 
 @functools.cache
 def _warn_slow(reason: str) -> None:
-    warnings.warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}", stacklevel=2)
+    warn(f"the optimizer steps in eager torch, many times slower than fused: {reason}")
 
 
 def meaning(option: str) -> str:

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from optgen.runtime.warn import warn
 
 ABI = 2
 """Number of the agreement between kernels and the runtime: the exported functions and the table's columns."""
@@ -247,7 +248,7 @@ def _usable_folder() -> Path | None:
 
 @functools.cache
 def _warn_cache(reason: str) -> None:
-    warnings.warn(f"optgen compiles its kernels anew in every process: {reason}", stacklevel=2)
+    warn(f"optgen compiles its kernels anew in every process: {reason}")
 
 
 @contextmanager

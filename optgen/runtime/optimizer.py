@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
@@ -45,6 +44,7 @@ from optgen.runtime.arena import Arena
 from optgen.runtime.bucket import Bucket, run_reference
 from optgen.runtime.plans import Label, PlanOption, Recorded
 from optgen.runtime.records import Flag, Hyper, Variant, as_float, dtype_name
+from optgen.runtime.warn import warn
 
 GRADS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Gradient dtypes that kernels read; fp64 is converted to fp32."""
@@ -421,12 +421,12 @@ class Optimizer(torch.optim.Optimizer):
             group["overrides"] = (*group.get("overrides", ()), *decided)
         self._marks = newest
         if late:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__}: {state.label(late[0].p, late[0].name)}"
                 + (f" and {len(late) - 1} more" if len(late) > 1 else "")
                 + " had made steps when keep_states_fp32 was called for its module: its states stay as they are.  Call "
                 "it before the first step",
-                stacklevel=3,
+                type(self),
             )
 
     def _refuse_vectors(self, tensors: list[Tensor], group: dict[str, Any], names: list[Label]) -> None:
@@ -612,16 +612,16 @@ class Optimizer(torch.optim.Optimizer):
         """Warns, once, of parameters that cannot get gradients any more, and where no step had any to begin with."""
         if self._strays is None:
             return
-        owner, said = type(self).__name__, ""
+        owner, text = type(self).__name__, ""
         self._strays = 0 if found.trained else self._strays + 1
         if found.places and (found.others_live if found.trained else self._strays >= strays.IDLE):
             labels = [state.label(e.p, e.name) for e in self._entries() if e.position in found.places]
-            said = strays.nothing_refers(owner, labels, found.trained)
+            text = strays.nothing_refers(owner, labels, found.trained)
         elif self._strays == strays.IDLE and not self.state and not self._has_pieces():
-            said = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
-        if said:
+            text = strays.never_a_gradient(owner, sum(len(g["params"]) for g in self.param_groups))
+        if text:
             self._strays = None
-            warnings.warn(said, stacklevel=4)
+            warn(text, type(self))
 
     def _has_pieces(self) -> bool:
         """Whether FullyShardedDataParallel has cut its parameters: those that are trained may all be on other ranks."""

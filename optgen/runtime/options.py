@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from optgen.runtime import blocks, overrides, plans
 from optgen.runtime.records import Flag, Hyper, as_float, as_int, dtype_name
+from optgen.runtime.warn import warn
 
 BACKENDS = ("auto", "reference", "triton", "cpp")
 
@@ -98,7 +98,8 @@ def _plan(cls: Any, option: object) -> plans.PlanOption:
     if isinstance(option, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in option.items()):
         for dtype, name in option.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}")
+                want = "use float32, bfloat16 or float16"
+                raise ValueError(f"{cls.__name__}: plan names an unknown parameter dtype {dtype!r}; {want}")
             plans.load(cls, name)
         return dict(option)
     raise TypeError(
@@ -170,10 +171,7 @@ def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
             continue
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
         if close:
-            warnings.warn(
-                f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?",
-                stacklevel=4,
-            )
+            warn(f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?", cls)
 
 
 def set_missing(group: MutableMapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -129,6 +129,7 @@ def build(
         take(old, table)
         return old
     room = workspace.make(bucket.variant, shapes, bucket.device, dims)
+    room = replace(room, numbers=workspace.numbers(kernels, bucket.variant, bucket.device))
     maker = _Maker(bucket.variant, kernels, shapes, places, own, room, bucket.device, panel_rows, bucket.in_parts)
     table = _table(rows(columns, room, shapes, streams, places), maker.dense, bucket.device)
     made = Plan(shapes, streams, places, own, room, maker.dense, table, dims)

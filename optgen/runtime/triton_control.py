@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from optgen.runtime import keys
+
+PLACE, WINDOW = tl.constexpr(keys.PLACE), tl.constexpr(keys.WINDOW)
+
 
 @triton.jit
 def _chosen(values, WHICH: tl.constexpr):
@@ -24,14 +28,14 @@ def _shifted(z, BY: tl.constexpr):
 @triton.jit
 def step_key(number, stream):
     """`keys.step_key` of a step, int64, under a seed of that stream (`keys.stream_of_steps`): int32."""
-    z = (number >> 5) * -7046029254386353131 + stream
+    z = (number >> PLACE) * -7046029254386353131 + stream
     z = (z ^ _shifted(z, 30)) * -4658895280553007687
     z = (z ^ _shifted(z, 27)) * -7723592293110705685
     z = z ^ _shifted(z, 31)
     place = number * 0
-    for i in tl.static_range(5):
-        place += ((number >> i) & 1) << (4 - i)
-    return (((z >> 32) & -32) | place).to(tl.int32)
+    for i in tl.static_range(PLACE):
+        place += ((number >> i) & 1) * (WINDOW >> (i + 1))
+    return (((z >> 32) & -WINDOW) | place).to(tl.int32)
 
 
 @triton.jit

@@ -7,10 +7,12 @@ of rows and column, or per segment of the tensor.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -71,6 +73,7 @@ class Workspace:
     dense     further memory that `columns` point into
     axes      for each tensor the address (in `dims`) of what its columns are made of, int64: how many dimensions, their
               sum, each; () where that does not matter
+    numbers   tables of numbers that kernels look things up in
     """
 
     memory: Tensor
@@ -79,6 +82,7 @@ class Workspace:
     dense: Tensor | None = None
     axes: tuple[int, ...] = ()
     dims: Tensor | None = None
+    numbers: tuple[Tensor, ...] = ()
 
 
 Dims = Sequence[tuple[int, ...]] | None
@@ -110,3 +114,14 @@ def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, d
     told = torch.tensor([x for one in said for x in one], dtype=torch.int64).to(device)
     axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
     return Workspace(memory, columns, offsets, None, axes, told)
+
+
+def numbers(kernels: ModuleType, variant: Variant, device: torch.device) -> tuple[Tensor, ...]:
+    """The tables of numbers that a variant's kernels read from memory, fp32, made once for a device."""
+    named: dict[str, tuple[tuple[float, ...], ...]] = getattr(kernels, "NUMBERS", {})
+    return tuple(_on(device, table) for table in named.get(variant.function, ()))
+
+
+@functools.lru_cache(maxsize=256)
+def _on(device: torch.device, table: tuple[float, ...]) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)

@@ -539,7 +539,7 @@ def _refute(compander: Compander) -> None:
         if not code > last:
             raise wrong(f"the curve does not increase at {n:g}: curve = {code:g} after {last:g}")
         if not abs(back - n) <= 1e-9:
-            raise wrong(f"inverse(curve({n:g})) = {back:g}")
+            raise wrong(f"inverse(curve({n:g})) = {back:g}, not {n:g}")
         if i in (0, 1024) and not abs(code - n) <= 1e-12:
             raise wrong(f"curve({n:g}) = {code:g}, not {n:g}")
         last = code

@@ -229,8 +229,8 @@ def _of_weight(storage: Storage) -> list[Finding]:
     last = {"bf16": 8, "f16": 11}[param.name]
     if isinstance(master, Native):
         reason = (
-            f"late in training, when steps are smaller than 2^-{last} of a weight, the weight no longer moves: it is "
-            f"kept in {param.name} and rounded to nearest; master=Split(8) or Native('stochastic') keeps it moving"
+            f"late in training, when steps are smaller than 2^-{last} of a weight, a {param.name} parameter no longer "
+            "moves: it is rounded to nearest; master=Split(8) or Native('stochastic') keeps it moving"
         )
         return [Finding("L11", "warning", "p", reason)]
     if isinstance(master, (Kahan, Ecc8)) or isinstance(master, Split) and master.bits == 8:

@@ -34,16 +34,16 @@ def adabelief_float32_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_var_range = get(exp_avg_var_range_ptr, at_block, live_block, MASKED)
     exp_avg_var_header = exp_avg_var_range.to(tl.int32)
     exp_avg_var_cells = tl.maximum(exp_avg_var_header & 255, 4)
-    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
+    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
     exp_avg_var_piece = apart(exp_avg_var_code)
@@ -58,46 +58,46 @@ def adabelief_float32_tile(
     surprise = tl.fma(grad_scale, g, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
-    g_sqrt = tl.sqrt(exp_avg_var)
+    exp_avg_var_sqrt = tl.sqrt(exp_avg_var)
     p = one_minus_lr_times_weight_decay * p           # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_var_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
-    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_var_pattern = exp_avg_var_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_var_above = (exp_avg_var_largest + 0x80000 >> 22) + 1
+    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
     exp_avg_var_start = exp_avg_var_first << 22
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
-    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_base_sub = 0x5f700000 - exp_avg_var_base
     exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_scale = exp_avg_var_cells << 2
-    g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
-    exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
+    exp_avg_var_half_add = exp_avg_var_half * exp_avg_var_scale - 0x800000
+    exp_avg_var_offset = ((noise & 4095) << 12 | 2048) + exp_avg_var_half_add[:, None]
+    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], exp_avg_var_base_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
+    exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -290,16 +290,16 @@ def adabelief_bfloat16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_var_range = get(exp_avg_var_range_ptr, at_block, live_block, MASKED)
     exp_avg_var_header = exp_avg_var_range.to(tl.int32)
     exp_avg_var_cells = tl.maximum(exp_avg_var_header & 255, 4)
-    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
+    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
     exp_avg_var_piece = apart(exp_avg_var_code)
@@ -309,7 +309,7 @@ def adabelief_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -318,49 +318,49 @@ def adabelief_bfloat16_tile(
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
-    g_sqrt = tl.sqrt(exp_avg_var)
+    exp_avg_var_sqrt = tl.sqrt(exp_avg_var)
     p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_var_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
-    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_var_pattern = exp_avg_var_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_var_above = (exp_avg_var_largest + 0x80000 >> 22) + 1
+    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
     exp_avg_var_start = exp_avg_var_first << 22
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
-    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_base_sub = 0x5f700000 - exp_avg_var_base
     exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_scale = exp_avg_var_cells << 2
-    g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
-    exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
+    exp_avg_var_half_add = exp_avg_var_half * exp_avg_var_scale - 0x800000
+    exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_var_half_add[:, None]
+    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], exp_avg_var_base_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
+    exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -476,7 +476,7 @@ def adabelief_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
     g_cast = widened(g_stored)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -490,15 +490,15 @@ def adabelief_bfloat16_small_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -594,16 +594,16 @@ def adabelief_float16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_var_range = get(exp_avg_var_range_ptr, at_block, live_block, MASKED)
     exp_avg_var_header = exp_avg_var_range.to(tl.int32)
     exp_avg_var_cells = tl.maximum(exp_avg_var_header & 255, 4)
-    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_var_middle = ((exp_avg_var_header & 65280) << 14) + 536870912 + (exp_avg_var_step >> 1)
+    exp_avg_var_step = tl.fma(4194304.0, inverse(exp_avg_var_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_var_middle = ((exp_avg_var_header & 0xff00) << 14) + 0x20000000 + (exp_avg_var_step >> 1)
     exp_avg_var_middle = tl.where(exp_avg_var_header == 0, 0, exp_avg_var_middle)
     exp_avg_var_code = get(exp_avg_var_ptr, at, live, MASKED)
     exp_avg_var_piece = apart(exp_avg_var_code)
@@ -614,13 +614,13 @@ def adabelief_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -629,60 +629,60 @@ def adabelief_float16_tile(
     surprise = tl.fma(grad_scale, g_cast, minus(exp_avg))  # 22  surprise = g - exp_avg
     # 23  exp_avg_var = beta2 * exp_avg_var + (1 - beta2) * surprise * surprise + eps
     exp_avg_var = tl.fma(one_minus_beta2 * surprise, surprise, beta2 * exp_avg_var) + eps
-    g_sqrt = tl.sqrt(exp_avg_var)
+    exp_avg_var_sqrt = tl.sqrt(exp_avg_var)
     p = one_minus_lr_times_weight_decay * p                # 20  p = decoupled(p, lr, weight_decay)
     # 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(g_sqrt, scalar_3, scalar_4)), p)
+    p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_var_sqrt, scalar_3, scalar_4)), p)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_var_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_var_above = (exp_avg_var_largest + 524288 >> 22) + 1
-    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_var_pattern = exp_avg_var_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_var_largest = tl.minimum(tl.maximum(block_max(exp_avg_var_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_var_above = (exp_avg_var_largest + 0x80000 >> 22) + 1
+    exp_avg_var_below = block_min(exp_avg_var_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_var_units = tl.minimum(tl.maximum(exp_avg_var_above - tl.maximum(exp_avg_var_below, 128), 1), 64)
     exp_avg_var_first = exp_avg_var_above - exp_avg_var_units
     exp_avg_var_start = exp_avg_var_first << 22
     exp_avg_var_half = exp_avg_var_units * 10240
     exp_avg_var_base = exp_avg_var_start + exp_avg_var_half
-    g_sub = 1601175552 - exp_avg_var_base
+    exp_avg_var_base_sub = 0x5f700000 - exp_avg_var_base
     exp_avg_var_cells = tl.minimum((256.5 * inverse(exp_avg_var_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_var_scale = exp_avg_var_cells << 2
-    g_add = exp_avg_var_half * exp_avg_var_scale + -8388608
-    exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], g_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
+    exp_avg_var_half_add = exp_avg_var_half * exp_avg_var_scale - 0x800000
+    exp_avg_var_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_var_half_add[:, None]
+    exp_avg_var_position = tl.maximum(tl.minimum(exp_avg_var_pattern - exp_avg_var_base[:, None], exp_avg_var_base_sub[:, None]), 0) * exp_avg_var_scale[:, None] + exp_avg_var_offset
     put(exp_avg_var_ptr, at, byte(exp_avg_var_position, 3), live, MASKED)
-    exp_avg_var_header = exp_avg_var_first + -128 << 8 | exp_avg_var_cells
+    exp_avg_var_header = exp_avg_var_first - 128 << 8 | exp_avg_var_cells
     put(exp_avg_var_range_ptr, at_block, exp_avg_var_header.to(tl.int16), live_block, MASKED)
 
 
@@ -799,13 +799,13 @@ def adabelief_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adabelief.py)
     g_cast = g_stored.to(tl.float32)
     # 21  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -819,26 +819,26 @@ def adabelief_float16_small_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_var_ptr, at, exp_avg_var, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -50,12 +50,12 @@ struct adadelta_float32 {
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_3;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_3 * acc_delta_sqrt * p_rcp, g_3, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
@@ -95,15 +95,15 @@ struct adadelta_bfloat16 {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
         }
@@ -142,12 +142,12 @@ struct adadelta_float16 {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
             store(p_at + i, narrow_half(p_2));
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);

@@ -38,12 +38,12 @@ def adadelta_float32_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -116,18 +116,18 @@ def adadelta_bfloat16_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -196,12 +196,12 @@ def adadelta_float16_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(p_ptr, at, p.to(tl.float16), live, MASKED)

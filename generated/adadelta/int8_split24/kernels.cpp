@@ -55,13 +55,13 @@ struct adadelta_float32 {
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_add_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_base_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -70,12 +70,12 @@ struct adadelta_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -86,14 +86,14 @@ struct adadelta_float32 {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(I(4), acc_delta_header & 255);
-            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
-            const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
+            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) - 0x4b400000;
+            const I acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
@@ -112,7 +112,8 @@ struct adadelta_float32 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -128,16 +129,16 @@ struct adadelta_float32 {
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
+                const F acc_delta_sqrt = sqrt(acc_delta + eps);
                 const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+                const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-                const F delta = acc_delta_range_sqrt * p_rcp * g_3;
+                const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_3 * acc_delta_range_sqrt * p_rcp, g_3, rho * acc_delta);
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -166,39 +167,39 @@ struct adadelta_float32 {
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
-            const I acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1;
-            const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I acc_delta_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
+            const I acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1;
+            const I acc_delta_below = smallest_of_block_2 - 0x80000 >> 22;
             const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_base_sub = 0x5f700000 - acc_delta_base;
             const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
-            const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
-            store(p_add_kept + b, p_add);
+            const I acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000;
+            const I acc_delta_header_2 = acc_delta_first - 128 << 8 | acc_delta_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(acc_delta_range_add_kept + b, acc_delta_range_add);
+            store(acc_delta_half_add_kept + b, acc_delta_half_add);
             store(acc_delta_base_kept + b, acc_delta_base);
-            store(acc_delta_range_sub_kept + b, acc_delta_range_sub);
+            store(acc_delta_base_sub_kept + b, acc_delta_base_sub);
             store(acc_delta_scale_kept + b, acc_delta_scale);
             store(square_avg_range_at + b, square_avg_header_2);
             store(acc_delta_range_at + b, acc_delta_header_2);
@@ -210,22 +211,23 @@ struct adadelta_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I acc_delta_range_add(acc_delta_range_add_kept[b]);
+            const I acc_delta_half_add(acc_delta_half_add_kept[b]);
             const I acc_delta_base(acc_delta_base_kept[b]);
-            const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
+            const I acc_delta_base_sub(acc_delta_base_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_add;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -264,12 +266,12 @@ struct adadelta_float32_small {
             const F g_3 = fma(weight_decay, p, g_2);                                 // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_3, g_3, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_3;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_3;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_3 * acc_delta_sqrt * p_rcp, g_3, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_3 * acc_delta_sqrt * square_avg_rcp, g_3, rho * acc_delta);
             store(p_at + i, p_2);
             store(square_avg_at + i, square_avg_2);
             store(acc_delta_at + i, acc_delta_2);
@@ -314,13 +316,13 @@ struct adadelta_bfloat16 {
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_add_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_base_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -329,12 +331,12 @@ struct adadelta_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -345,14 +347,14 @@ struct adadelta_bfloat16 {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(I(4), acc_delta_header & 255);
-            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
-            const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
+            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) - 0x4b400000;
+            const I acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
@@ -371,7 +373,8 @@ struct adadelta_bfloat16 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -381,7 +384,7 @@ struct adadelta_bfloat16 {
                 const F acc_delta = acc_delta_value * acc_delta_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -389,20 +392,20 @@ struct adadelta_bfloat16 {
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
+                const F acc_delta_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+                const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-                const F delta = acc_delta_range_sqrt * p_rcp * g_2;
+                const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -429,39 +432,39 @@ struct adadelta_bfloat16 {
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
-            const I acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1;
-            const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I acc_delta_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
+            const I acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1;
+            const I acc_delta_below = smallest_of_block_2 - 0x80000 >> 22;
             const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_base_sub = 0x5f700000 - acc_delta_base;
             const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
-            const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
-            store(p_add_kept + b, p_add);
+            const I acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000;
+            const I acc_delta_header_2 = acc_delta_first - 128 << 8 | acc_delta_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(acc_delta_range_add_kept + b, acc_delta_range_add);
+            store(acc_delta_half_add_kept + b, acc_delta_half_add);
             store(acc_delta_base_kept + b, acc_delta_base);
-            store(acc_delta_range_sub_kept + b, acc_delta_range_sub);
+            store(acc_delta_base_sub_kept + b, acc_delta_base_sub);
             store(acc_delta_scale_kept + b, acc_delta_scale);
             store(square_avg_range_at + b, square_avg_header_2);
             store(acc_delta_range_at + b, acc_delta_header_2);
@@ -474,22 +477,23 @@ struct adadelta_bfloat16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I acc_delta_range_add(acc_delta_range_add_kept[b]);
+            const I acc_delta_half_add(acc_delta_half_add_kept[b]);
             const I acc_delta_base(acc_delta_base_kept[b]);
-            const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
+            const I acc_delta_base_sub(acc_delta_base_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -522,12 +526,12 @@ struct adadelta_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -540,7 +544,7 @@ struct adadelta_bfloat16_small {
             const F acc_delta = load(acc_delta_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -548,16 +552,16 @@ struct adadelta_bfloat16_small {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -603,13 +607,13 @@ struct adadelta_float16 {
         alignas(64) int32_t acc_delta_step_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_add_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_base_kept[TILE / BLOCK];
-        alignas(64) int32_t acc_delta_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t acc_delta_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t acc_delta_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -618,12 +622,12 @@ struct adadelta_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -634,14 +638,14 @@ struct adadelta_float16 {
             const I16 acc_delta_range = raw(acc_delta_range_at + b);
             const I acc_delta_header = to_int(acc_delta_range);
             const I acc_delta_cells = max(I(4), acc_delta_header & 255);
-            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) + -1262485504;
-            const I acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1);
+            const I acc_delta_step = bits(fma(4194304.0f, 1.0f / to_float(acc_delta_cells), 12582912.0f)) - 0x4b400000;
+            const I acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1);
             const I acc_delta_middle_2 = where(acc_delta_header == 0, I(0), acc_delta_middle);
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(acc_delta_middle_2_kept + b, acc_delta_middle_2);
             store(acc_delta_step_kept + b, acc_delta_step);
@@ -660,7 +664,8 @@ struct adadelta_float16 {
             I smallest_of_block(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block_2(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 acc_delta_code = raw(acc_delta_at + i);
@@ -672,13 +677,13 @@ struct adadelta_float16 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -686,31 +691,31 @@ struct adadelta_float16 {
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F acc_delta_range_sqrt = sqrt(acc_delta + eps);
+                const F acc_delta_sqrt = sqrt(acc_delta + eps);
                 const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
                 // 20  square_avg = rho * square_avg + (1 - rho) * g * g
                 const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-                const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+                const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
                 // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-                const F delta = acc_delta_range_sqrt * p_rcp * g_2;
+                const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
                 const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
                 // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-                const F acc_delta_2 = fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g_2 * acc_delta_range_sqrt * p_rcp, g_2, rho * acc_delta);
-                const I acc_delta_range_bitcast = bits(p_2);
-                const I p_sign = acc_delta_range_bitcast >> 16 & 32768;
-                const I p_magnitude = acc_delta_range_bitcast & 2147483647;
-                const F acc_delta_range_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * acc_delta_range_bitcast_2;
+                const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(acc_delta_range_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 const I acc_delta_pattern = bits(sqrt(acc_delta_2));
@@ -738,39 +743,39 @@ struct adadelta_float16 {
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I acc_delta_largest = min(I(1601175552), max(I(536870912), largest_of_block_2));
-            const I acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1;
-            const I acc_delta_below = smallest_of_block_2 + -524288 >> 22;
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I acc_delta_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block_2));
+            const I acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1;
+            const I acc_delta_below = smallest_of_block_2 - 0x80000 >> 22;
             const I acc_delta_units = min(I(64), max(I(1), acc_delta_above - max(I(128), acc_delta_below)));
             const I acc_delta_first = acc_delta_above - acc_delta_units;
             const I acc_delta_start = acc_delta_first << 22;
             const I acc_delta_half = acc_delta_units * 10240;
             const I acc_delta_base = acc_delta_start + acc_delta_half;
-            const I acc_delta_range_sub = 1601175552 - acc_delta_base;
+            const I acc_delta_base_sub = 0x5f700000 - acc_delta_base;
             const I acc_delta_cells_2 = min(I(255), to_int(256.5f / to_float(acc_delta_units)));
             const I acc_delta_scale = acc_delta_cells_2 << 2;
-            const I acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608;
-            const I acc_delta_header_2 = acc_delta_first + -128 << 8 | acc_delta_cells_2;
-            store(p_add_kept + b, p_add);
+            const I acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000;
+            const I acc_delta_header_2 = acc_delta_first - 128 << 8 | acc_delta_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(acc_delta_range_add_kept + b, acc_delta_range_add);
+            store(acc_delta_half_add_kept + b, acc_delta_half_add);
             store(acc_delta_base_kept + b, acc_delta_base);
-            store(acc_delta_range_sub_kept + b, acc_delta_range_sub);
+            store(acc_delta_base_sub_kept + b, acc_delta_base_sub);
             store(acc_delta_scale_kept + b, acc_delta_scale);
             store(square_avg_range_at + b, square_avg_header_2);
             store(acc_delta_range_at + b, acc_delta_header_2);
@@ -783,22 +788,23 @@ struct adadelta_float16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I acc_delta_range_add(acc_delta_range_add_kept[b]);
+            const I acc_delta_half_add(acc_delta_half_add_kept[b]);
             const I acc_delta_base(acc_delta_base_kept[b]);
-            const I acc_delta_range_sub(acc_delta_range_sub_kept[b]);
+            const I acc_delta_base_sub(acc_delta_base_sub_kept[b]);
             const I acc_delta_scale(acc_delta_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const I acc_delta_pattern = load(acc_delta_pattern_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add;
-                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_range_sub)) * acc_delta_scale + acc_delta_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add;
+                const I acc_delta_position = max(I(0), min(acc_delta_pattern - acc_delta_base, acc_delta_base_sub)) * acc_delta_scale + acc_delta_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store_byte<3>(acc_delta_at + i, acc_delta_position);
             }
@@ -831,12 +837,12 @@ struct adadelta_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -851,13 +857,13 @@ struct adadelta_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -865,27 +871,27 @@ struct adadelta_float16_small {
             const F g_2 = fma(weight_decay, p, g);                                   // 19  g = l2(g, p, weight_decay)
             // 20  square_avg = rho * square_avg + (1 - rho) * g * g
             const F square_avg_2 = fma(one_minus_rho * g_2, g_2, rho * square_avg);
-            const F p_rcp = 1.0f / sqrt(square_avg_2 + eps);
+            const F square_avg_rcp = 1.0f / sqrt(square_avg_2 + eps);
             // 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-            const F delta = acc_delta_sqrt * p_rcp * g_2;
+            const F delta = acc_delta_sqrt * square_avg_rcp * g_2;
             const F p_2 = fma(minus_lr, delta, p);                                   // 23  p = p - lr * delta
             // 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * p_rcp * g_2 * acc_delta_sqrt * p_rcp, g_2, rho * acc_delta);
-            const I acc_delta_bitcast = bits(p_2);
-            const I p_sign = acc_delta_bitcast >> 16 & 32768;
-            const I p_magnitude = acc_delta_bitcast & 2147483647;
-            const F acc_delta_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * acc_delta_bitcast_2;
+            const F acc_delta_2 = fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g_2 * acc_delta_sqrt * square_avg_rcp, g_2, rho * acc_delta);
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(acc_delta_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -35,7 +35,7 @@ def adadelta_float32(
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -46,7 +46,7 @@ def adadelta_float32(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -65,45 +65,45 @@ def adadelta_float32(
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(acc_delta).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, b.live) - 0x80000 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_sub_2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
+    acc_delta_half_sub = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_sub
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_base_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, p)
@@ -157,12 +157,12 @@ def adadelta_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -173,7 +173,7 @@ def adadelta_bfloat16(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -191,48 +191,48 @@ def adadelta_bfloat16(
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(acc_delta).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, b.live) - 0x80000 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub_2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
+    acc_delta_half_sub = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_sub
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_base_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -257,7 +257,7 @@ def adadelta_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     acc_delta = b.elements(acc_delta_tensor)
     square_avg = b.elements(square_avg_tensor)
     g_stored = b.elements(g_tensor)
@@ -271,15 +271,15 @@ def adadelta_bfloat16_small(
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -305,15 +305,15 @@ def adadelta_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     acc_delta_range = b.per_block(acc_delta_range_tensor)
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -324,7 +324,7 @@ def adadelta_float16(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -343,59 +343,59 @@ def adadelta_float16(
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(acc_delta).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, b.live) - 524288 >> 22
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, b.live) - 0x80000 >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_sub_2 = acc_delta_half * acc_delta_scale - 8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_sub_2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_range_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
+    acc_delta_half_sub = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_sub
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_base, acc_delta_base_sub).clamp(min=0) * acc_delta_scale + acc_delta_offset
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -423,10 +423,10 @@ def adadelta_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     acc_delta = b.elements(acc_delta_tensor)
     square_avg = b.elements(square_avg_tensor)
     g_stored = b.elements(g_tensor)
@@ -441,25 +441,25 @@ def adadelta_float16_small(
     acc_delta = rho * acc_delta + one_minus_rho * delta * delta
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -478,7 +478,7 @@ def adadelta_float32_decode(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -489,7 +489,7 @@ def adadelta_float32_decode(
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -510,29 +510,29 @@ def adadelta_float32_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     acc_delta_above = (acc_delta_largest >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
-    in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_start_sub = 0x5f700000 - acc_delta_start
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, acc_delta_start_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     return {
@@ -580,12 +580,12 @@ def adadelta_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -596,7 +596,7 @@ def adadelta_bfloat16_decode(
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -616,32 +616,32 @@ def adadelta_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     acc_delta_above = (acc_delta_largest >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
-    in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_start_sub = 0x5f700000 - acc_delta_start
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, acc_delta_start_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     return {
@@ -661,7 +661,7 @@ def adadelta_bfloat16_small_decode(p_tensor, weight_low_tensor, square_avg_tenso
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
     return {
@@ -677,7 +677,7 @@ def adadelta_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -700,15 +700,15 @@ def adadelta_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -719,7 +719,7 @@ def adadelta_float16_decode(
     acc_delta_header = acc_delta_range.to(torch.int32)
     acc_delta_cells = (acc_delta_header & 255).clamp(min=4)
     acc_delta_step = quotient(4194304.0, acc_delta_cells.to(torch.float32)).round().to(torch.int32)
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = torch.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = b.elements(acc_delta_tensor)
     acc_delta_piece = acc_delta_code.to(torch.int32)
@@ -740,42 +740,42 @@ def adadelta_float16_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     acc_delta_pattern = sqrt(in_acc_delta + 0.0).view(torch.int32)
-    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    acc_delta_largest = block_max(acc_delta_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     acc_delta_above = (acc_delta_largest >> 22) + 1
     acc_delta_below = block_min(acc_delta_pattern, b.live) >> 22
     acc_delta_units = (acc_delta_above - acc_delta_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
-    in_acc_delta_sub = 1601175552 - acc_delta_start
+    acc_delta_start_sub = 0x5f700000 - acc_delta_start
     acc_delta_cells = quotient(256.5, acc_delta_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, in_acc_delta_sub).clamp(min=0) * acc_delta_scale
+    acc_delta_position = torch.minimum(acc_delta_pattern - acc_delta_start, acc_delta_start_sub).clamp(min=0) * acc_delta_scale
     acc_delta_code = acc_delta_position >> 24 & 0xff
     acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     return {
@@ -798,10 +798,10 @@ def adadelta_float16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     acc_delta = b.elements(acc_delta_tensor)
     return {
@@ -818,16 +818,16 @@ def adadelta_float16_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_acc_delta = b.elements(values["acc_delta"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -33,8 +33,8 @@ def adadelta_float32_tile(
     acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
     acc_delta_header = acc_delta_range.to(tl.int32)
     acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
-    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
@@ -47,8 +47,8 @@ def adadelta_float32_tile(
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -56,60 +56,60 @@ def adadelta_float32_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/adadelta.py)
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_range_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
-    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
+    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) - 0x80000 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
-    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
+    acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
+    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
+    acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -220,12 +220,12 @@ def adadelta_float32_small_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
@@ -292,8 +292,8 @@ def adadelta_bfloat16_tile(
     acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
     acc_delta_header = acc_delta_range.to(tl.int32)
     acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
-    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
@@ -303,14 +303,14 @@ def adadelta_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -318,63 +318,63 @@ def adadelta_bfloat16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/adadelta.py)
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_range_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
-    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
+    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) - 0x80000 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
+    acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
+    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
+    acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -482,7 +482,7 @@ def adadelta_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -490,24 +490,24 @@ def adadelta_bfloat16_small_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -596,8 +596,8 @@ def adadelta_float16_tile(
     acc_delta_range = get(acc_delta_range_ptr, at_block, live_block, MASKED)
     acc_delta_header = acc_delta_range.to(tl.int32)
     acc_delta_cells = tl.maximum(acc_delta_header & 255, 4)
-    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    acc_delta_middle = ((acc_delta_header & 65280) << 14) + 536870912 + (acc_delta_step >> 1)
+    acc_delta_step = tl.fma(4194304.0, inverse(acc_delta_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    acc_delta_middle = ((acc_delta_header & 0xff00) << 14) + 0x20000000 + (acc_delta_step >> 1)
     acc_delta_middle = tl.where(acc_delta_header == 0, 0, acc_delta_middle)
     acc_delta_code = get(acc_delta_ptr, at, live, MASKED)
     acc_delta_piece = apart(acc_delta_code)
@@ -608,20 +608,20 @@ def adadelta_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -629,74 +629,74 @@ def adadelta_float16_tile(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     square_avg = square_avg_value * square_avg_value
     # -- update  (specs/adadelta.py)
-    acc_delta_range_sqrt = tl.sqrt(acc_delta + eps)
+    acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_range_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_range_sqrt * p_rcp * g * acc_delta_range_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
-    acc_delta_range_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = acc_delta_range_bitcast >> 16 & 32768
-    p_magnitude = acc_delta_range_bitcast & 2147483647
-    acc_delta_range_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * acc_delta_range_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(acc_delta_range_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
     acc_delta_pattern = tl.sqrt(acc_delta).to(tl.int32, bitcast=True)
-    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 536870912), 1601175552)
-    acc_delta_above = (acc_delta_largest + 524288 >> 22) + 1
-    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) + -524288 >> 22
+    acc_delta_largest = tl.minimum(tl.maximum(block_max(acc_delta_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    acc_delta_above = (acc_delta_largest + 0x80000 >> 22) + 1
+    acc_delta_below = block_min(acc_delta_pattern, live, MASKED) - 0x80000 >> 22
     acc_delta_units = tl.minimum(tl.maximum(acc_delta_above - tl.maximum(acc_delta_below, 128), 1), 64)
     acc_delta_first = acc_delta_above - acc_delta_units
     acc_delta_start = acc_delta_first << 22
     acc_delta_half = acc_delta_units * 10240
     acc_delta_base = acc_delta_start + acc_delta_half
-    acc_delta_range_sub = 1601175552 - acc_delta_base
+    acc_delta_base_sub = 0x5f700000 - acc_delta_base
     acc_delta_cells = tl.minimum((256.5 * inverse(acc_delta_units.to(tl.float32))).to(tl.int32), 255)
     acc_delta_scale = acc_delta_cells << 2
-    acc_delta_range_add = acc_delta_half * acc_delta_scale + -8388608
-    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_range_add[:, None]
-    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_range_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
+    acc_delta_half_add = acc_delta_half * acc_delta_scale - 0x800000
+    acc_delta_offset = ((noise >> 8 & 4095) << 12 | 2048) + acc_delta_half_add[:, None]
+    acc_delta_position = tl.maximum(tl.minimum(acc_delta_pattern - acc_delta_base[:, None], acc_delta_base_sub[:, None]), 0) * acc_delta_scale[:, None] + acc_delta_offset
     put(acc_delta_ptr, at, byte(acc_delta_position, 3), live, MASKED)
-    acc_delta_header = acc_delta_first + -128 << 8 | acc_delta_cells
+    acc_delta_header = acc_delta_first - 128 << 8 | acc_delta_cells
     put(acc_delta_range_ptr, at_block, acc_delta_header.to(tl.int16), live_block, MASKED)
 
 
@@ -805,13 +805,13 @@ def adadelta_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -819,35 +819,35 @@ def adadelta_float16_small_tile(
     acc_delta_sqrt = tl.sqrt(acc_delta + eps)
     g = tl.fma(weight_decay, p, g)                               # 19  g = l2(g, p, weight_decay)
     square_avg = tl.fma(one_minus_rho * g, g, rho * square_avg)  # 20  square_avg = rho * square_avg + (1 - rho) * g * g
-    p_rcp = reciprocal(tl.sqrt(square_avg + eps))
+    square_avg_rcp = reciprocal(tl.sqrt(square_avg + eps))
     # 21  delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    delta = acc_delta_sqrt * p_rcp * g
+    delta = acc_delta_sqrt * square_avg_rcp * g
     p = tl.fma(minus_lr, delta, p)                               # 23  p = p - lr * delta
     # 22  acc_delta = rho * acc_delta + (1 - rho) * delta * delta
-    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * p_rcp * g * acc_delta_sqrt * p_rcp, g, rho * acc_delta)
+    acc_delta = tl.fma(one_minus_rho * acc_delta_sqrt * square_avg_rcp * g * acc_delta_sqrt * square_avg_rcp, g, rho * acc_delta)
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(acc_delta_ptr, at, acc_delta, live, MASKED)
-    acc_delta_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = acc_delta_bitcast >> 16 & 32768
-    p_magnitude = acc_delta_bitcast & 2147483647
-    acc_delta_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * acc_delta_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(acc_delta_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -455,7 +455,7 @@ struct adafactor_bfloat16_10 {
             const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -744,7 +744,7 @@ struct adafactor_bfloat16_no_factored_3 {
             const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(variance_at + i, variance_2);
         }
     }

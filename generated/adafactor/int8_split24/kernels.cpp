@@ -374,7 +374,7 @@ struct adafactor_bfloat16_1 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g_mul = g_cast * g_cast;
@@ -670,12 +670,12 @@ struct adafactor_bfloat16_10 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -688,16 +688,16 @@ struct adafactor_bfloat16_10 {
             const F g_stored = Grad::load(g_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -735,13 +735,13 @@ struct adafactor_float16_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             const F g_mul = g_cast * g_cast;
@@ -787,12 +787,12 @@ struct adafactor_float16_10 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -807,33 +807,33 @@ struct adafactor_float16_10 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             // 47  estimate = row_var / maximum(mat_mean(row_var), eps1) * col_var
             const F estimate = load(row_div_at + (i & row_mask)) * load(col_var_at + i);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g_stored / sqrt(max(estimate, eps1_times_eps1)), p_2);
-            const I tensor_div_bitcast = bits(p_3);
-            const I p_sign = tensor_div_bitcast >> 16 & 32768;
-            const I p_magnitude = tensor_div_bitcast & 2147483647;
-            const F tensor_div_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -877,8 +877,8 @@ struct adafactor_float32_no_factored_1 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -891,7 +891,8 @@ struct adafactor_float32_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F p = load(p_at + i);
                 const F g = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
@@ -987,21 +988,21 @@ struct adafactor_float32_no_factored_3 {
         alignas(64) int32_t variance_pattern_kept[TILE];
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t variance_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1012,8 +1013,8 @@ struct adafactor_float32_no_factored_3 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -1026,7 +1027,8 @@ struct adafactor_float32_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1060,22 +1062,22 @@ struct adafactor_float32_no_factored_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I variance_pattern = load(variance_pattern_kept + b);
-            const I variance_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I variance_above = (variance_largest + 524288 >> 22) + 1;
-            const I variance_below = smallest_of_block + -524288 >> 22;
+            const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
+            const I variance_below = smallest_of_block - 0x80000 >> 22;
             const I variance_units = min(I(64), max(I(1), variance_above - max(I(128), variance_below)));
             const I variance_first = variance_above - variance_units;
             const I variance_start = variance_first << 22;
             const I variance_half = variance_units * 10240;
             const I variance_base = variance_start + variance_half;
-            const I g_sub = 1601175552 - variance_base;
+            const I variance_base_sub = 0x5f700000 - variance_base;
             const I variance_cells_2 = min(I(255), to_int(256.5f / to_float(variance_units)));
             const I variance_scale = variance_cells_2 << 2;
-            const I g_add = variance_half * variance_scale + -8388608;
-            const I variance_header_2 = variance_first + -128 << 8 | variance_cells_2;
-            store(g_add_kept + b, g_add);
+            const I variance_half_add = variance_half * variance_scale - 0x800000;
+            const I variance_header_2 = variance_first - 128 << 8 | variance_cells_2;
+            store(variance_half_add_kept + b, variance_half_add);
             store(variance_base_kept + b, variance_base);
-            store(g_sub_kept + b, g_sub);
+            store(variance_base_sub_kept + b, variance_base_sub);
             store(variance_scale_kept + b, variance_scale);
             store(variance_range_at + b, variance_header_2);
         }
@@ -1085,15 +1087,16 @@ struct adafactor_float32_no_factored_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I variance_base_sub(variance_base_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + g_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, g_sub)) * variance_scale + variance_offset;
+                const I variance_offset = lshr(noise, 8) + variance_half_add;
+                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
                 store_byte<3>(variance_at + i, variance_position);
             }
         }
@@ -1258,8 +1261,8 @@ struct adafactor_bfloat16_no_factored_1 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -1273,10 +1276,11 @@ struct adafactor_bfloat16_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
                 const I variance_piece = to_int(variance_code);
@@ -1374,21 +1378,21 @@ struct adafactor_bfloat16_no_factored_3 {
         alignas(64) int32_t variance_pattern_kept[TILE];
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t variance_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1399,8 +1403,8 @@ struct adafactor_bfloat16_no_factored_3 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -1413,7 +1417,8 @@ struct adafactor_bfloat16_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1424,17 +1429,17 @@ struct adafactor_bfloat16_no_factored_3 {
                 const F variance = variance_value * variance_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
                 const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 const I variance_pattern = bits(sqrt(variance_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, variance_pattern, i, end);
@@ -1452,22 +1457,22 @@ struct adafactor_bfloat16_no_factored_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I variance_pattern = load(variance_pattern_kept + b);
-            const I variance_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I variance_above = (variance_largest + 524288 >> 22) + 1;
-            const I variance_below = smallest_of_block + -524288 >> 22;
+            const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
+            const I variance_below = smallest_of_block - 0x80000 >> 22;
             const I variance_units = min(I(64), max(I(1), variance_above - max(I(128), variance_below)));
             const I variance_first = variance_above - variance_units;
             const I variance_start = variance_first << 22;
             const I variance_half = variance_units * 10240;
             const I variance_base = variance_start + variance_half;
-            const I g_sub = 1601175552 - variance_base;
+            const I variance_base_sub = 0x5f700000 - variance_base;
             const I variance_cells_2 = min(I(255), to_int(256.5f / to_float(variance_units)));
             const I variance_scale = variance_cells_2 << 2;
-            const I g_add = variance_half * variance_scale + -8388608;
-            const I variance_header_2 = variance_first + -128 << 8 | variance_cells_2;
-            store(g_add_kept + b, g_add);
+            const I variance_half_add = variance_half * variance_scale - 0x800000;
+            const I variance_header_2 = variance_first - 128 << 8 | variance_cells_2;
+            store(variance_half_add_kept + b, variance_half_add);
             store(variance_base_kept + b, variance_base);
-            store(g_sub_kept + b, g_sub);
+            store(variance_base_sub_kept + b, variance_base_sub);
             store(variance_scale_kept + b, variance_scale);
             store(variance_range_at + b, variance_header_2);
         }
@@ -1478,15 +1483,16 @@ struct adafactor_bfloat16_no_factored_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I variance_base_sub(variance_base_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + g_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, g_sub)) * variance_scale + variance_offset;
+                const I variance_offset = lshr(noise, 8) + variance_half_add;
+                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
                 store_byte<3>(variance_at + i, variance_position);
             }
         }
@@ -1526,7 +1532,7 @@ struct adafactor_bfloat16_no_factored_small_1 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
             const F g_cast = g_stored;
@@ -1575,12 +1581,12 @@ struct adafactor_bfloat16_no_factored_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1594,17 +1600,17 @@ struct adafactor_bfloat16_no_factored_small_3 {
             const F variance = load(variance_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 43  p = decoupled(p, lr, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(variance_at + i, variance_2);
@@ -1650,8 +1656,8 @@ struct adafactor_float16_no_factored_1 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -1665,18 +1671,19 @@ struct adafactor_float16_no_factored_1 {
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 variance_code = raw(variance_at + i);
                 const I variance_piece = to_int(variance_code);
@@ -1739,21 +1746,21 @@ struct adafactor_float16_no_factored_3 {
         alignas(64) int32_t variance_pattern_kept[TILE];
         alignas(64) int32_t variance_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t variance_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t variance_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t variance_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t variance_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1764,8 +1771,8 @@ struct adafactor_float16_no_factored_3 {
             const I16 variance_range = raw(variance_range_at + b);
             const I variance_header = to_int(variance_range);
             const I variance_cells = max(I(4), variance_header & 255);
-            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) + -1262485504;
-            const I variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1);
+            const I variance_step = bits(fma(4194304.0f, 1.0f / to_float(variance_cells), 12582912.0f)) - 0x4b400000;
+            const I variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1);
             const I variance_middle_2 = where(variance_header == 0, I(0), variance_middle);
             store(variance_middle_2_kept + b, variance_middle_2);
             store(variance_step_kept + b, variance_step);
@@ -1778,7 +1785,8 @@ struct adafactor_float16_no_factored_3 {
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1791,34 +1799,34 @@ struct adafactor_float16_no_factored_3 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
                 const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
                 const F p_2 = one_minus_lr_times_weight_decay * p;   // 43  p = decoupled(p, lr, weight_decay)
                 // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
                 const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-                const I tensor_div_bitcast = bits(p_3);
-                const I p_sign = tensor_div_bitcast >> 16 & 32768;
-                const I p_magnitude = tensor_div_bitcast & 2147483647;
-                const F tensor_div_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I variance_pattern = bits(sqrt(variance_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, variance_pattern, i, end);
@@ -1837,22 +1845,22 @@ struct adafactor_float16_no_factored_3 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I variance_pattern = load(variance_pattern_kept + b);
-            const I variance_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I variance_above = (variance_largest + 524288 >> 22) + 1;
-            const I variance_below = smallest_of_block + -524288 >> 22;
+            const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
+            const I variance_below = smallest_of_block - 0x80000 >> 22;
             const I variance_units = min(I(64), max(I(1), variance_above - max(I(128), variance_below)));
             const I variance_first = variance_above - variance_units;
             const I variance_start = variance_first << 22;
             const I variance_half = variance_units * 10240;
             const I variance_base = variance_start + variance_half;
-            const I g_sub = 1601175552 - variance_base;
+            const I variance_base_sub = 0x5f700000 - variance_base;
             const I variance_cells_2 = min(I(255), to_int(256.5f / to_float(variance_units)));
             const I variance_scale = variance_cells_2 << 2;
-            const I g_add = variance_half * variance_scale + -8388608;
-            const I variance_header_2 = variance_first + -128 << 8 | variance_cells_2;
-            store(g_add_kept + b, g_add);
+            const I variance_half_add = variance_half * variance_scale - 0x800000;
+            const I variance_header_2 = variance_first - 128 << 8 | variance_cells_2;
+            store(variance_half_add_kept + b, variance_half_add);
             store(variance_base_kept + b, variance_base);
-            store(g_sub_kept + b, g_sub);
+            store(variance_base_sub_kept + b, variance_base_sub);
             store(variance_scale_kept + b, variance_scale);
             store(variance_range_at + b, variance_header_2);
         }
@@ -1863,15 +1871,16 @@ struct adafactor_float16_no_factored_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I variance_half_add(variance_half_add_kept[b]);
             const I variance_base(variance_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I variance_base_sub(variance_base_sub_kept[b]);
             const I variance_scale(variance_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I variance_pattern = load(variance_pattern_kept + i);
-                const I variance_offset = lshr(noise, 8) + g_add;
-                const I variance_position = max(I(0), min(variance_pattern - variance_base, g_sub)) * variance_scale + variance_offset;
+                const I variance_offset = lshr(noise, 8) + variance_half_add;
+                const I variance_position = max(I(0), min(variance_pattern - variance_base, variance_base_sub)) * variance_scale + variance_offset;
                 store_byte<3>(variance_at + i, variance_position);
             }
         }
@@ -1913,13 +1922,13 @@ struct adafactor_float16_no_factored_small_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F variance = load(variance_at + i);
             const F g_cast = g_stored;
@@ -1968,12 +1977,12 @@ struct adafactor_float16_no_factored_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1989,34 +1998,34 @@ struct adafactor_float16_no_factored_small_3 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 49  variance = (1 - one_minus_beta2) * variance + one_minus_beta2 * (g * g)
             const F variance_2 = fma(scalar_0 * g_cast, g_cast, one_minus_t_pow_beta2_decay * variance);
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 43  p = decoupled(p, lr, weight_decay)
             // 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
             const F p_3 = fma(-(grad_scale * tensor_div), g_cast / sqrt(max(variance_2, eps1_times_eps1)), p_2);
-            const I tensor_div_bitcast = bits(p_3);
-            const I p_sign = tensor_div_bitcast >> 16 & 32768;
-            const I p_magnitude = tensor_div_bitcast & 2147483647;
-            const F tensor_div_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * tensor_div_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(tensor_div_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

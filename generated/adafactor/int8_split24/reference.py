@@ -156,7 +156,7 @@ def adafactor_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- encode and store
@@ -242,7 +242,7 @@ def adafactor_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -255,15 +255,15 @@ def adafactor_bfloat16(
     update = g * quotient(1.0, sqrt(torch.maximum(estimate, eps1_times_eps1)))
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -293,10 +293,10 @@ def adafactor_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- encode and store
@@ -385,10 +385,10 @@ def adafactor_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -402,25 +402,25 @@ def adafactor_float16(
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -451,7 +451,7 @@ def adafactor_float32_no_factored(
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -487,7 +487,7 @@ def adafactor_float32_no_factored(
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -503,28 +503,28 @@ def adafactor_float32_no_factored(
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
     variance_pattern = sqrt(variance).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    variance_above = (variance_largest + 524288 >> 22) + 1
-    variance_below = block_min(variance_pattern, b.live) - 524288 >> 22
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    variance_above = (variance_largest + 0x80000 >> 22) + 1
+    variance_below = block_min(variance_pattern, b.live) - 0x80000 >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
     variance_half = variance_units * 10240
     variance_base = variance_start + variance_half
-    variance_range_sub = 1601175552 - variance_base
+    variance_base_sub = 0x5f700000 - variance_base
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    variance_range_sub_2 = variance_half * variance_scale - 8388608
-    variance_offset = (noise >> 8 & 0xffffff) + variance_range_sub_2
-    variance_position = torch.minimum(variance_pattern - variance_base, variance_range_sub).clamp(min=0) * variance_scale + variance_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    variance_half_sub = variance_half * variance_scale - 0x800000
+    variance_offset = (noise >> 8 & 0xffffff) + variance_half_sub
+    variance_position = torch.minimum(variance_pattern - variance_base, variance_base_sub).clamp(min=0) * variance_scale + variance_offset
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, p)
@@ -612,14 +612,14 @@ def adafactor_bfloat16_no_factored(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     variance_range = b.per_block(variance_range_tensor)
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -651,7 +651,7 @@ def adafactor_bfloat16_no_factored(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -659,7 +659,7 @@ def adafactor_bfloat16_no_factored(
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -674,31 +674,31 @@ def adafactor_bfloat16_no_factored(
     update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     variance_pattern = sqrt(variance).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    variance_above = (variance_largest + 524288 >> 22) + 1
-    variance_below = block_min(variance_pattern, b.live) - 524288 >> 22
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    variance_above = (variance_largest + 0x80000 >> 22) + 1
+    variance_below = block_min(variance_pattern, b.live) - 0x80000 >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
     variance_half = variance_units * 10240
     variance_base = variance_start + variance_half
-    variance_range_sub = 1601175552 - variance_base
+    variance_base_sub = 0x5f700000 - variance_base
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    variance_range_sub_2 = variance_half * variance_scale - 8388608
-    variance_offset = (noise >> 8 & 0xffffff) + variance_range_sub_2
-    variance_position = torch.minimum(variance_pattern - variance_base, variance_range_sub).clamp(min=0) * variance_scale + variance_offset
+    variance_half_sub = variance_half * variance_scale - 0x800000
+    variance_offset = (noise >> 8 & 0xffffff) + variance_half_sub
+    variance_position = torch.minimum(variance_pattern - variance_base, variance_base_sub).clamp(min=0) * variance_scale + variance_offset
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -728,7 +728,7 @@ def adafactor_bfloat16_no_factored_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
@@ -757,7 +757,7 @@ def adafactor_bfloat16_no_factored_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -770,15 +770,15 @@ def adafactor_bfloat16_no_factored_small(
     update = g * quotient(1.0, sqrt(torch.maximum(variance, eps1_times_eps1)))
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -809,17 +809,17 @@ def adafactor_float16_no_factored(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     variance_range = b.per_block(variance_range_tensor)
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -854,10 +854,10 @@ def adafactor_float16_no_factored(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -865,7 +865,7 @@ def adafactor_float16_no_factored(
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -881,42 +881,42 @@ def adafactor_float16_no_factored(
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     variance_pattern = sqrt(variance).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    variance_above = (variance_largest + 524288 >> 22) + 1
-    variance_below = block_min(variance_pattern, b.live) - 524288 >> 22
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    variance_above = (variance_largest + 0x80000 >> 22) + 1
+    variance_below = block_min(variance_pattern, b.live) - 0x80000 >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
     variance_half = variance_units * 10240
     variance_base = variance_start + variance_half
-    variance_range_sub = 1601175552 - variance_base
+    variance_base_sub = 0x5f700000 - variance_base
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    variance_range_sub_2 = variance_half * variance_scale - 8388608
-    variance_offset = (noise >> 8 & 0xffffff) + variance_range_sub_2
-    variance_position = torch.minimum(variance_pattern - variance_base, variance_range_sub).clamp(min=0) * variance_scale + variance_offset
+    variance_half_sub = variance_half * variance_scale - 0x800000
+    variance_offset = (noise >> 8 & 0xffffff) + variance_half_sub
+    variance_position = torch.minimum(variance_pattern - variance_base, variance_base_sub).clamp(min=0) * variance_scale + variance_offset
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -949,10 +949,10 @@ def adafactor_float16_no_factored_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     variance = b.elements(variance_tensor)
@@ -984,10 +984,10 @@ def adafactor_float16_no_factored_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     alpha_over_tensor_max = b.spread(alpha_over_tensor_max_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1001,25 +1001,25 @@ def adafactor_float16_no_factored_small(
     p = p - alpha_over_tensor_max * update   # 52  p = p - alpha / maximum(1.0, rms(update) / d) * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1052,7 +1052,7 @@ def adafactor_bfloat16_decode(p_tensor, weight_low_tensor):
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
     }
@@ -1062,7 +1062,7 @@ def adafactor_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1080,10 +1080,10 @@ def adafactor_float16_decode(p_tensor, weight_low_tensor):
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
     }
@@ -1094,16 +1094,16 @@ def adafactor_float16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1120,7 +1120,7 @@ def adafactor_float32_no_factored_decode(p_tensor, variance_tensor, variance_ran
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -1139,16 +1139,16 @@ def adafactor_float32_no_factored_encode(values):
     in_p = b.elements(values["p"])
     in_variance = b.elements(values["variance"])
     variance_pattern = sqrt(in_variance + 0.0).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     variance_above = (variance_largest >> 22) + 1
     variance_below = block_min(variance_pattern, b.live) >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
-    in_variance_sub = 1601175552 - variance_start
+    variance_start_sub = 0x5f700000 - variance_start
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    variance_position = torch.minimum(variance_pattern - variance_start, in_variance_sub).clamp(min=0) * variance_scale
+    variance_position = torch.minimum(variance_pattern - variance_start, variance_start_sub).clamp(min=0) * variance_scale
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     return {
@@ -1187,12 +1187,12 @@ def adafactor_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, variance_
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     variance_range = b.per_block(variance_range_tensor)
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -1210,19 +1210,19 @@ def adafactor_bfloat16_no_factored_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_variance = b.elements(values["variance"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     variance_pattern = sqrt(in_variance + 0.0).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     variance_above = (variance_largest >> 22) + 1
     variance_below = block_min(variance_pattern, b.live) >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
-    in_variance_sub = 1601175552 - variance_start
+    variance_start_sub = 0x5f700000 - variance_start
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    variance_position = torch.minimum(variance_pattern - variance_start, in_variance_sub).clamp(min=0) * variance_scale
+    variance_position = torch.minimum(variance_pattern - variance_start, variance_start_sub).clamp(min=0) * variance_scale
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     return {
@@ -1240,7 +1240,7 @@ def adafactor_bfloat16_no_factored_small_decode(p_tensor, weight_low_tensor, var
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     variance = b.elements(variance_tensor)
     return {
         "p": b.flat(p),
@@ -1253,7 +1253,7 @@ def adafactor_bfloat16_no_factored_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_variance = b.elements(values["variance"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1272,15 +1272,15 @@ def adafactor_float16_no_factored_decode(p_tensor, weight_low_tensor, variance_t
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     variance_range = b.per_block(variance_range_tensor)
     variance_header = variance_range.to(torch.int32)
     variance_cells = (variance_header & 255).clamp(min=4)
     variance_step = quotient(4194304.0, variance_cells.to(torch.float32)).round().to(torch.int32)
-    variance_middle = ((variance_header & 65280) << 14) + 536870912 + (variance_step >> 1)
+    variance_middle = ((variance_header & 0xff00) << 14) + 0x20000000 + (variance_step >> 1)
     variance_middle = torch.where(variance_header == 0, 0, variance_middle)
     variance_code = b.elements(variance_tensor)
     variance_piece = variance_code.to(torch.int32)
@@ -1299,29 +1299,29 @@ def adafactor_float16_no_factored_encode(values):
     in_p = b.elements(values["p"])
     in_variance = b.elements(values["variance"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     variance_pattern = sqrt(in_variance + 0.0).view(torch.int32)
-    variance_largest = block_max(variance_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    variance_largest = block_max(variance_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     variance_above = (variance_largest >> 22) + 1
     variance_below = block_min(variance_pattern, b.live) >> 22
     variance_units = (variance_above - variance_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     variance_first = variance_above - variance_units
     variance_start = variance_first << 22
-    in_variance_sub = 1601175552 - variance_start
+    variance_start_sub = 0x5f700000 - variance_start
     variance_cells = quotient(256.5, variance_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     variance_scale = variance_cells << 2
-    variance_position = torch.minimum(variance_pattern - variance_start, in_variance_sub).clamp(min=0) * variance_scale
+    variance_position = torch.minimum(variance_pattern - variance_start, variance_start_sub).clamp(min=0) * variance_scale
     variance_code = variance_position >> 24 & 0xff
     variance_header = variance_first - 128 << 8 | variance_cells
     return {
@@ -1342,10 +1342,10 @@ def adafactor_float16_no_factored_small_decode(p_tensor, weight_low_tensor, vari
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     variance = b.elements(variance_tensor)
     return {
         "p": b.flat(p),
@@ -1359,16 +1359,16 @@ def adafactor_float16_no_factored_small_encode(values):
     in_p = b.elements(values["p"])
     in_variance = b.elements(values["variance"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -82,7 +82,7 @@ struct adagrad_bfloat16 {
             const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(sum_at + i, sum__2);
         }
     }

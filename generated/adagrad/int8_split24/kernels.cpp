@@ -44,24 +44,24 @@ struct adagrad_float32 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float sum_sqrt_kept[TILE];
         alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t sum_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t sum_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -72,8 +72,8 @@ struct adagrad_float32 {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
             const I sum_cells = max(I(4), sum_header & 255);
-            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
-            const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
+            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) - 0x4b400000;
+            const I sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
             store(sum_middle_2_kept + b, sum_middle_2);
             store(sum_step_kept + b, sum_step);
@@ -86,7 +86,8 @@ struct adagrad_float32 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -95,18 +96,18 @@ struct adagrad_float32 {
                 const U8 sum_code = raw(sum_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
-                const F g_3 = fma(weight_decay, p, g_2);                             // 19  g = l2(g, p, weight_decay)
-                const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
-                const F p_sqrt = sqrt(sum_);
-                const F p_2 = fma(-g_3, 1.0f / fma(p_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
-                const I sum_pattern = bits(p_sqrt);
+                const F g_3 = fma(weight_decay, p, g_2);                               // 19  g = l2(g, p, weight_decay)
+                const F sum_ = fma(g_3, g_3, fma(sum_value, sum_value, start));        // 21  sum = sum + start + g * g
+                const F sum_sqrt = sqrt(sum_);
+                const F p_2 = fma(-g_3, 1.0f / fma(sum_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
+                const I sum_pattern = bits(sum_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(sum_sqrt_kept + i, sum_sqrt);
                 store(p_at + i, p_2);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -117,23 +118,23 @@ struct adagrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I sum_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I sum_above = (sum_largest + 524288 >> 22) + 1;
-            const I sum_below = smallest_of_block + -524288 >> 22;
+            const F sum_sqrt = load(sum_sqrt_kept + b);
+            const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
+            const I sum_below = smallest_of_block - 0x80000 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_sub = 1601175552 - sum_base;
+            const I sum_base_sub = 0x5f700000 - sum_base;
             const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
-            const I p_add = sum_half * sum_scale + -8388608;
-            const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
-            store(p_add_kept + b, p_add);
+            const I sum_half_add = sum_half * sum_scale - 0x800000;
+            const I sum_header_2 = sum_first - 128 << 8 | sum_cells_2;
+            store(sum_half_add_kept + b, sum_half_add);
             store(sum_base_kept + b, sum_base);
-            store(p_sub_kept + b, p_sub);
+            store(sum_base_sub_kept + b, sum_base_sub);
             store(sum_scale_kept + b, sum_scale);
             store(sum_range_at + b, sum_header_2);
         }
@@ -143,15 +144,16 @@ struct adagrad_float32 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I sum_base_sub(sum_base_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
+                const F sum_sqrt = load(sum_sqrt_kept + i);
+                const I sum_offset = lshr(noise, 8) + sum_half_add;
+                const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -220,24 +222,24 @@ struct adagrad_bfloat16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float sum_sqrt_kept[TILE];
         alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t sum_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t sum_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -248,8 +250,8 @@ struct adagrad_bfloat16 {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
             const I sum_cells = max(I(4), sum_header & 255);
-            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
-            const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
+            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) - 0x4b400000;
+            const I sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
             store(sum_middle_2_kept + b, sum_middle_2);
             store(sum_step_kept + b, sum_step);
@@ -262,30 +264,31 @@ struct adagrad_bfloat16 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 sum_code = raw(sum_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
-                const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
-                const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
-                const F p_sqrt = sqrt(sum_);
-                const F p_2 = fma(-g_2, 1.0f / fma(p_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
+                const F g_2 = fma(weight_decay, p, g);                                 // 19  g = l2(g, p, weight_decay)
+                const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));        // 21  sum = sum + start + g * g
+                const F sum_sqrt = sqrt(sum_);
+                const F p_2 = fma(-g_2, 1.0f / fma(sum_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
-                const I sum_pattern = bits(p_sqrt);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                const I sum_pattern = bits(sum_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(sum_sqrt_kept + i, sum_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -297,23 +300,23 @@ struct adagrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I sum_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I sum_above = (sum_largest + 524288 >> 22) + 1;
-            const I sum_below = smallest_of_block + -524288 >> 22;
+            const F sum_sqrt = load(sum_sqrt_kept + b);
+            const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
+            const I sum_below = smallest_of_block - 0x80000 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_sub = 1601175552 - sum_base;
+            const I sum_base_sub = 0x5f700000 - sum_base;
             const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
-            const I p_add = sum_half * sum_scale + -8388608;
-            const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
-            store(p_add_kept + b, p_add);
+            const I sum_half_add = sum_half * sum_scale - 0x800000;
+            const I sum_header_2 = sum_first - 128 << 8 | sum_cells_2;
+            store(sum_half_add_kept + b, sum_half_add);
             store(sum_base_kept + b, sum_base);
-            store(p_sub_kept + b, p_sub);
+            store(sum_base_sub_kept + b, sum_base_sub);
             store(sum_scale_kept + b, sum_scale);
             store(sum_range_at + b, sum_header_2);
         }
@@ -324,15 +327,16 @@ struct adagrad_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I sum_base_sub(sum_base_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
+                const F sum_sqrt = load(sum_sqrt_kept + i);
+                const I sum_offset = lshr(noise, 8) + sum_half_add;
+                const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -362,12 +366,12 @@ struct adagrad_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -379,18 +383,18 @@ struct adagrad_bfloat16_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 19  g = l2(g, p, weight_decay)
-            const F sum__2 = fma(g_2, g_2, sum_ + start);                      // 21  sum = sum + start + g * g
+            const F g_2 = fma(weight_decay, p, g);                            // 19  g = l2(g, p, weight_decay)
+            const F sum__2 = fma(g_2, g_2, sum_ + start);                     // 21  sum = sum + start + g * g
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
             const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(sum_at + i, sum__2);
@@ -426,24 +430,24 @@ struct adagrad_float16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float sum_sqrt_kept[TILE];
         alignas(64) int32_t sum_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t sum_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t sum_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t sum_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t sum_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -454,8 +458,8 @@ struct adagrad_float16 {
             const I16 sum_range = raw(sum_range_at + b);
             const I sum_header = to_int(sum_range);
             const I sum_cells = max(I(4), sum_header & 255);
-            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) + -1262485504;
-            const I sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1);
+            const I sum_step = bits(fma(4194304.0f, 1.0f / to_float(sum_cells), 12582912.0f)) - 0x4b400000;
+            const I sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1);
             const I sum_middle_2 = where(sum_header == 0, I(0), sum_middle);
             store(sum_middle_2_kept + b, sum_middle_2);
             store(sum_step_kept + b, sum_step);
@@ -468,50 +472,51 @@ struct adagrad_float16 {
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 sum_code = raw(sum_at + i);
                 const I sum_piece = to_int(sum_code);
                 const F sum_value = as_float(sum_middle_2 + sum_piece * sum_step);
-                const F g_2 = fma(weight_decay, p, g);                               // 19  g = l2(g, p, weight_decay)
-                const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));      // 21  sum = sum + start + g * g
-                const F p_sqrt = sqrt(sum_);
-                const F p_2 = fma(-g_2, 1.0f / fma(p_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
+                const F g_2 = fma(weight_decay, p, g);                                 // 19  g = l2(g, p, weight_decay)
+                const F sum_ = fma(g_2, g_2, fma(sum_value, sum_value, start));        // 21  sum = sum + start + g * g
+                const F sum_sqrt = sqrt(sum_);
+                const F p_2 = fma(-g_2, 1.0f / fma(sum_sqrt, scalar_1, scalar_2), p);  // 23  p = p - step_lr * g / (sqrt(sum) + eps)
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const I sum_pattern = bits(p_sqrt);
+                const I sum_pattern = bits(sum_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, sum_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, sum_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(sum_sqrt_kept + i, sum_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -523,23 +528,23 @@ struct adagrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I sum_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I sum_above = (sum_largest + 524288 >> 22) + 1;
-            const I sum_below = smallest_of_block + -524288 >> 22;
+            const F sum_sqrt = load(sum_sqrt_kept + b);
+            const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
+            const I sum_below = smallest_of_block - 0x80000 >> 22;
             const I sum_units = min(I(64), max(I(1), sum_above - max(I(128), sum_below)));
             const I sum_first = sum_above - sum_units;
             const I sum_start = sum_first << 22;
             const I sum_half = sum_units * 10240;
             const I sum_base = sum_start + sum_half;
-            const I p_sub = 1601175552 - sum_base;
+            const I sum_base_sub = 0x5f700000 - sum_base;
             const I sum_cells_2 = min(I(255), to_int(256.5f / to_float(sum_units)));
             const I sum_scale = sum_cells_2 << 2;
-            const I p_add = sum_half * sum_scale + -8388608;
-            const I sum_header_2 = sum_first + -128 << 8 | sum_cells_2;
-            store(p_add_kept + b, p_add);
+            const I sum_half_add = sum_half * sum_scale - 0x800000;
+            const I sum_header_2 = sum_first - 128 << 8 | sum_cells_2;
+            store(sum_half_add_kept + b, sum_half_add);
             store(sum_base_kept + b, sum_base);
-            store(p_sub_kept + b, p_sub);
+            store(sum_base_sub_kept + b, sum_base_sub);
             store(sum_scale_kept + b, sum_scale);
             store(sum_range_at + b, sum_header_2);
         }
@@ -550,15 +555,16 @@ struct adagrad_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I sum_half_add(sum_half_add_kept[b]);
             const I sum_base(sum_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I sum_base_sub(sum_base_sub_kept[b]);
             const I sum_scale(sum_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I sum_offset = lshr(noise, 8) + p_add;
-                const I sum_position = max(I(0), min(bits(p_sqrt) - sum_base, p_sub)) * sum_scale + sum_offset;
+                const F sum_sqrt = load(sum_sqrt_kept + i);
+                const I sum_offset = lshr(noise, 8) + sum_half_add;
+                const I sum_position = max(I(0), min(bits(sum_sqrt) - sum_base, sum_base_sub)) * sum_scale + sum_offset;
                 store_byte<3>(sum_at + i, sum_position);
             }
         }
@@ -588,12 +594,12 @@ struct adagrad_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -607,13 +613,13 @@ struct adagrad_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F sum_ = load(sum_at + i);
@@ -622,20 +628,20 @@ struct adagrad_float16_small {
             // 23  p = p - step_lr * g / (sqrt(sum) + eps)
             const F p_2 = fma(-g_2, 1.0f / fma(sqrt(sum__2), scalar_1, scalar_2), p);
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -33,7 +33,7 @@ def adagrad_float32(
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -41,34 +41,34 @@ def adagrad_float32(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     # -- update  (specs/adagrad.py)
-    g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
-    sum_ = sum_ + start + g * g                   # 21  sum = sum + start + g * g
-    sum_range_sqrt = sqrt(sum_)
-    p = p - step_lr * g / (sum_range_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    g = g + weight_decay * p                # 19  g = l2(g, p, weight_decay)
+    sum_ = sum_ + start + g * g             # 21  sum = sum + start + g * g
+    sum_sqrt = sqrt(sum_)
+    p = p - step_lr * g / (sum_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
-    sum_pattern = sum_range_sqrt.view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
+    sum_pattern = sum_sqrt.view(torch.int32)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, b.live) - 0x80000 >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    sum_range_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    sum_range_sub_2 = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
-    sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    sum_half_sub = sum_half * sum_scale - 0x800000
+    sum_offset = (noise >> 8 & 0xffffff) + sum_half_sub
+    sum_position = torch.minimum(sum_pattern - sum_base, sum_base_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, p)
@@ -109,14 +109,14 @@ def adagrad_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -124,36 +124,36 @@ def adagrad_bfloat16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     # -- update  (specs/adagrad.py)
-    g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
-    sum_ = sum_ + start + g * g                   # 21  sum = sum + start + g * g
-    sum_range_sqrt = sqrt(sum_)
-    p = p - step_lr * g / (sum_range_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    g = g + weight_decay * p                # 19  g = l2(g, p, weight_decay)
+    sum_ = sum_ + start + g * g             # 21  sum = sum + start + g * g
+    sum_sqrt = sqrt(sum_)
+    p = p - step_lr * g / (sum_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    sum_pattern = sum_range_sqrt.view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
+    sum_pattern = sum_sqrt.view(torch.int32)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, b.live) - 0x80000 >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    sum_range_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    sum_range_sub_2 = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
-    sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
+    sum_half_sub = sum_half * sum_scale - 0x800000
+    sum_offset = (noise >> 8 & 0xffffff) + sum_half_sub
+    sum_position = torch.minimum(sum_pattern - sum_base, sum_base_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -174,7 +174,7 @@ def adagrad_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
@@ -183,15 +183,15 @@ def adagrad_bfloat16_small(
     sum_ = sum_ + start + g * g               # 21  sum = sum + start + g * g
     p = p - step_lr * g / (sqrt(sum_) + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -213,17 +213,17 @@ def adagrad_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -231,48 +231,48 @@ def adagrad_float16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     sum_ = sum_value * sum_value
     # -- update  (specs/adagrad.py)
-    g = g + weight_decay * p                      # 19  g = l2(g, p, weight_decay)
-    sum_ = sum_ + start + g * g                   # 21  sum = sum + start + g * g
-    sum_range_sqrt = sqrt(sum_)
-    p = p - step_lr * g / (sum_range_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
+    g = g + weight_decay * p                # 19  g = l2(g, p, weight_decay)
+    sum_ = sum_ + start + g * g             # 21  sum = sum + start + g * g
+    sum_sqrt = sqrt(sum_)
+    p = p - step_lr * g / (sum_sqrt + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    sum_pattern = sum_range_sqrt.view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, b.live) - 524288 >> 22
+    sum_pattern = sum_sqrt.view(torch.int32)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, b.live) - 0x80000 >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    sum_range_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    sum_range_sub_2 = sum_half * sum_scale - 8388608
-    sum_offset = (noise >> 8 & 0xffffff) + sum_range_sub_2
-    sum_position = torch.minimum(sum_pattern - sum_base, sum_range_sub).clamp(min=0) * sum_scale + sum_offset
+    sum_half_sub = sum_half * sum_scale - 0x800000
+    sum_offset = (noise >> 8 & 0xffffff) + sum_half_sub
+    sum_position = torch.minimum(sum_pattern - sum_base, sum_base_sub).clamp(min=0) * sum_scale + sum_offset
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -296,10 +296,10 @@ def adagrad_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     sum_ = b.elements(sum_tensor)
@@ -309,25 +309,25 @@ def adagrad_float16_small(
     p = p - step_lr * g / (sqrt(sum_) + eps)  # 23  p = p - step_lr * g / (sqrt(sum) + eps)
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -343,7 +343,7 @@ def adagrad_float32_decode(p_tensor, sum_tensor, sum_range_tensor):
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -362,16 +362,16 @@ def adagrad_float32_encode(values):
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     sum_above = (sum_largest >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
-    in_sum_sub = 1601175552 - sum_start
+    sum_start_sub = 0x5f700000 - sum_start
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
+    sum_position = torch.minimum(sum_pattern - sum_start, sum_start_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     return {
@@ -410,12 +410,12 @@ def adagrad_bfloat16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_t
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -433,19 +433,19 @@ def adagrad_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     sum_above = (sum_largest >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
-    in_sum_sub = 1601175552 - sum_start
+    sum_start_sub = 0x5f700000 - sum_start
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
+    sum_position = torch.minimum(sum_pattern - sum_start, sum_start_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     return {
@@ -463,7 +463,7 @@ def adagrad_bfloat16_small_decode(p_tensor, weight_low_tensor, sum_tensor):
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     sum_ = b.elements(sum_tensor)
     return {
         "p": b.flat(p),
@@ -476,7 +476,7 @@ def adagrad_bfloat16_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -495,15 +495,15 @@ def adagrad_float16_decode(p_tensor, weight_low_tensor, sum_tensor, sum_range_te
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     sum_range = b.per_block(sum_range_tensor)
     sum_header = sum_range.to(torch.int32)
     sum_cells = (sum_header & 255).clamp(min=4)
     sum_step = quotient(4194304.0, sum_cells.to(torch.float32)).round().to(torch.int32)
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = torch.where(sum_header == 0, 0, sum_middle)
     sum_code = b.elements(sum_tensor)
     sum_piece = sum_code.to(torch.int32)
@@ -522,29 +522,29 @@ def adagrad_float16_encode(values):
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     sum_pattern = sqrt(in_sum + 0.0).view(torch.int32)
-    sum_largest = block_max(sum_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    sum_largest = block_max(sum_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     sum_above = (sum_largest >> 22) + 1
     sum_below = block_min(sum_pattern, b.live) >> 22
     sum_units = (sum_above - sum_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
-    in_sum_sub = 1601175552 - sum_start
+    sum_start_sub = 0x5f700000 - sum_start
     sum_cells = quotient(256.5, sum_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     sum_scale = sum_cells << 2
-    sum_position = torch.minimum(sum_pattern - sum_start, in_sum_sub).clamp(min=0) * sum_scale
+    sum_position = torch.minimum(sum_pattern - sum_start, sum_start_sub).clamp(min=0) * sum_scale
     sum_code = sum_position >> 24 & 0xff
     sum_header = sum_first - 128 << 8 | sum_cells
     return {
@@ -565,10 +565,10 @@ def adagrad_float16_small_decode(p_tensor, weight_low_tensor, sum_tensor):
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     sum_ = b.elements(sum_tensor)
     return {
         "p": b.flat(p),
@@ -582,16 +582,16 @@ def adagrad_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_sum = b.elements(values["sum"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

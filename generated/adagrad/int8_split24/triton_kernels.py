@@ -33,45 +33,45 @@ def adagrad_float32_tile(
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
-    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
-    p_sqrt = tl.sqrt(sum_)
+    g = tl.fma(weight_decay, p, g)                            # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))  # 21  sum = sum + start + g * g
+    sum_sqrt = tl.sqrt(sum_)
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(sum_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
+    sum_pattern = sum_sqrt.to(tl.int32, bitcast=True)
+    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, live, MASKED) - 0x80000 >> 22
     sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    p_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
     sum_scale = sum_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = sum_half * sum_scale + -8388608
-    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    sum_half_add = sum_half * sum_scale - 0x800000
+    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
+    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
-    sum_header = sum_first + -128 << 8 | sum_cells
+    sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -234,54 +234,54 @@ def adagrad_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
-    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
-    p_sqrt = tl.sqrt(sum_)
+    g = tl.fma(weight_decay, p, g)                            # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))  # 21  sum = sum + start + g * g
+    sum_sqrt = tl.sqrt(sum_)
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(sum_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
+    sum_pattern = sum_sqrt.to(tl.int32, bitcast=True)
+    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, live, MASKED) - 0x80000 >> 22
     sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    p_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
     sum_scale = sum_cells << 2
-    p_add = sum_half * sum_scale + -8388608
-    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
+    sum_half_add = sum_half * sum_scale - 0x800000
+    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
+    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
-    sum_header = sum_first + -128 << 8 | sum_cells
+    sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -380,7 +380,7 @@ def adagrad_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     sum_ = get(sum_ptr, at, live, MASKED)
@@ -391,15 +391,15 @@ def adagrad_bfloat16_small_tile(
     p = tl.fma(minus(g), reciprocal(tl.fma(tl.sqrt(sum_), scalar_1, scalar_2)), p)
     # -- encode and store
     put(sum_ptr, at, sum_, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -485,71 +485,71 @@ def adagrad_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     sum_range = get(sum_range_ptr, at_block, live_block, MASKED)
     sum_header = sum_range.to(tl.int32)
     sum_cells = tl.maximum(sum_header & 255, 4)
-    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    sum_middle = ((sum_header & 65280) << 14) + 536870912 + (sum_step >> 1)
+    sum_step = tl.fma(4194304.0, inverse(sum_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    sum_middle = ((sum_header & 0xff00) << 14) + 0x20000000 + (sum_step >> 1)
     sum_middle = tl.where(sum_header == 0, 0, sum_middle)
     sum_code = get(sum_ptr, at, live, MASKED)
     sum_piece = apart(sum_code)
     sum_value = (sum_middle[:, None] + sum_piece * sum_step[:, None]).to(tl.float32, bitcast=True)
     # -- update  (specs/adagrad.py)
-    g = tl.fma(weight_decay, p, g)                                           # 19  g = l2(g, p, weight_decay)
-    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))                 # 21  sum = sum + start + g * g
-    p_sqrt = tl.sqrt(sum_)
+    g = tl.fma(weight_decay, p, g)                            # 19  g = l2(g, p, weight_decay)
+    sum_ = tl.fma(g, g, tl.fma(sum_value, sum_value, start))  # 21  sum = sum + start + g * g
+    sum_sqrt = tl.sqrt(sum_)
     # 23  p = p - step_lr * g / (sqrt(sum) + eps)
-    p = tl.fma(minus(g), reciprocal(tl.fma(p_sqrt, scalar_1, scalar_2)), p)
+    p = tl.fma(minus(g), reciprocal(tl.fma(sum_sqrt, scalar_1, scalar_2)), p)
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    sum_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 536870912), 1601175552)
-    sum_above = (sum_largest + 524288 >> 22) + 1
-    sum_below = block_min(sum_pattern, live, MASKED) + -524288 >> 22
+    sum_pattern = sum_sqrt.to(tl.int32, bitcast=True)
+    sum_largest = tl.minimum(tl.maximum(block_max(sum_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    sum_above = (sum_largest + 0x80000 >> 22) + 1
+    sum_below = block_min(sum_pattern, live, MASKED) - 0x80000 >> 22
     sum_units = tl.minimum(tl.maximum(sum_above - tl.maximum(sum_below, 128), 1), 64)
     sum_first = sum_above - sum_units
     sum_start = sum_first << 22
     sum_half = sum_units * 10240
     sum_base = sum_start + sum_half
-    p_sub = 1601175552 - sum_base
+    sum_base_sub = 0x5f700000 - sum_base
     sum_cells = tl.minimum((256.5 * inverse(sum_units.to(tl.float32))).to(tl.int32), 255)
     sum_scale = sum_cells << 2
-    p_add = sum_half * sum_scale + -8388608
-    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], p_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
+    sum_half_add = sum_half * sum_scale - 0x800000
+    sum_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + sum_half_add[:, None]
+    sum_position = tl.maximum(tl.minimum(sum_pattern - sum_base[:, None], sum_base_sub[:, None]), 0) * sum_scale[:, None] + sum_offset
     put(sum_ptr, at, byte(sum_position, 3), live, MASKED)
-    sum_header = sum_first + -128 << 8 | sum_cells
+    sum_header = sum_first - 128 << 8 | sum_cells
     put(sum_range_ptr, at_block, sum_header.to(tl.int16), live_block, MASKED)
 
 
@@ -649,13 +649,13 @@ def adagrad_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     sum_ = get(sum_ptr, at, live, MASKED)
@@ -667,25 +667,25 @@ def adagrad_float16_small_tile(
     # -- encode and store
     put(sum_ptr, at, sum_, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

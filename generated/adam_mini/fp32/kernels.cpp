@@ -194,7 +194,7 @@ struct adam_mini_bfloat16_3 {
             const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(m_at + i, m_2);
         }
     }
@@ -420,7 +420,7 @@ struct adam_mini_bfloat16_no_by_rows_3 {
             const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(m_at + i, m_2);
         }
     }

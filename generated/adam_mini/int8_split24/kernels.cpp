@@ -55,17 +55,17 @@ struct adam_mini_float32_1 {
         alignas(64) float m_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -75,8 +75,8 @@ struct adam_mini_float32_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_mul = beta1 * m_scale_2;
             store(m_scale_mul_kept + b, m_scale_mul);
         }
@@ -86,7 +86,8 @@ struct adam_mini_float32_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -95,11 +96,11 @@ struct adam_mini_float32_1 {
                 const F m_bend = abs(m_code_2);
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F g_abs = abs(m);
+                const F m_abs = abs(m);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(row_sum_for_vmean_row_at + i, g * g);
@@ -111,11 +112,11 @@ struct adam_mini_float32_1 {
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
             const F m = load(m_kept + b);
-            const I m_up = max(I(75497472), m_top) + 32767;
-            const I m_up_2 = where(m_top < 2139095040, m_up, I(2143289344));
-            const I m_divisor = min(I(2139095039), m_up_2 & 2147450880);
-            const F g_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I m_up = max(I(0x4800000), m_top) + 32767;
+            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
+            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
+            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
+            store(m_divisor_mul_kept + b, m_divisor_mul);
             store(m_scale_at + b, m_up_2 >> 15);
         }
 
@@ -123,11 +124,12 @@ struct adam_mini_float32_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F m_divisor_mul(m_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
+                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
                 store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -202,8 +204,8 @@ struct adam_mini_float32_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -213,7 +215,8 @@ struct adam_mini_float32_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 m_code = raw(m_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
@@ -371,17 +374,17 @@ struct adam_mini_bfloat16_1 {
         alignas(64) float m_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -391,8 +394,8 @@ struct adam_mini_bfloat16_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_mul = beta1 * m_scale_2;
             store(m_scale_mul_kept + b, m_scale_mul);
         }
@@ -402,7 +405,8 @@ struct adam_mini_bfloat16_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -412,11 +416,11 @@ struct adam_mini_bfloat16_1 {
                 const F g_cast = g_stored;
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F g_abs = abs(m);
+                const F m_abs = abs(m);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(row_sum_for_vmean_row_at + i, g_cast * g_cast);
@@ -428,11 +432,11 @@ struct adam_mini_bfloat16_1 {
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
             const F m = load(m_kept + b);
-            const I m_up = max(I(75497472), m_top) + 32767;
-            const I m_up_2 = where(m_top < 2139095040, m_up, I(2143289344));
-            const I m_divisor = min(I(2139095039), m_up_2 & 2147450880);
-            const F g_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I m_up = max(I(0x4800000), m_top) + 32767;
+            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
+            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
+            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
+            store(m_divisor_mul_kept + b, m_divisor_mul);
             store(m_scale_at + b, m_up_2 >> 15);
         }
 
@@ -440,11 +444,12 @@ struct adam_mini_bfloat16_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F m_divisor_mul(m_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
+                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
                 store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -523,12 +528,12 @@ struct adam_mini_bfloat16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -538,8 +543,8 @@ struct adam_mini_bfloat16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -550,7 +555,8 @@ struct adam_mini_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -558,14 +564,14 @@ struct adam_mini_bfloat16_3 {
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 26  p = decoupled(p, lr, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -675,12 +681,12 @@ struct adam_mini_bfloat16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -694,7 +700,7 @@ struct adam_mini_bfloat16_small_3 {
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
@@ -703,7 +709,7 @@ struct adam_mini_bfloat16_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(m_at + i, m_2);
@@ -743,12 +749,12 @@ struct adam_mini_float16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -758,8 +764,8 @@ struct adam_mini_float16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -770,7 +776,8 @@ struct adam_mini_float16_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -780,31 +787,31 @@ struct adam_mini_float16_3 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * load(one_over_denom_at + (i & row_mask)), p_2);
-                const I m_scale_bitcast = bits(p_3);
-                const I p_sign = m_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = m_scale_bitcast & 2147483647;
-                const F m_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * m_scale_bitcast_2;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(m_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -848,12 +855,12 @@ struct adam_mini_float16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -869,33 +876,33 @@ struct adam_mini_float16_small_3 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), load(one_over_denom_at + (i & row_mask)), p_2);
             const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -940,17 +947,17 @@ struct adam_mini_float32_no_by_rows_1 {
         alignas(64) float m_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -960,8 +967,8 @@ struct adam_mini_float32_no_by_rows_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_mul = beta1 * m_scale_2;
             store(m_scale_mul_kept + b, m_scale_mul);
         }
@@ -971,7 +978,8 @@ struct adam_mini_float32_no_by_rows_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -980,11 +988,11 @@ struct adam_mini_float32_no_by_rows_1 {
                 const F m_bend = abs(m_code_2);
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F g_abs = abs(m);
+                const F m_abs = abs(m);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(tensor_sum_for_vmean_at + i, g * g);
@@ -996,11 +1004,11 @@ struct adam_mini_float32_no_by_rows_1 {
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
             const F m = load(m_kept + b);
-            const I m_up = max(I(75497472), m_top) + 32767;
-            const I m_up_2 = where(m_top < 2139095040, m_up, I(2143289344));
-            const I m_divisor = min(I(2139095039), m_up_2 & 2147450880);
-            const F g_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I m_up = max(I(0x4800000), m_top) + 32767;
+            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
+            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
+            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
+            store(m_divisor_mul_kept + b, m_divisor_mul);
             store(m_scale_at + b, m_up_2 >> 15);
         }
 
@@ -1008,11 +1016,12 @@ struct adam_mini_float32_no_by_rows_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F m_divisor_mul(m_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
+                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
                 store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -1087,8 +1096,8 @@ struct adam_mini_float32_no_by_rows_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -1098,7 +1107,8 @@ struct adam_mini_float32_no_by_rows_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 m_code = raw(m_at + i);
                 const F m_code_2 = counter(m_code) - 8388736.0f;
                 const F m_bend = abs(m_code_2);
@@ -1256,17 +1266,17 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         alignas(64) float m_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float m_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float m_divisor_mul_kept[TILE / BLOCK];
         I m_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1276,8 +1286,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_mul = beta1 * m_scale_2;
             store(m_scale_mul_kept + b, m_scale_mul);
         }
@@ -1287,7 +1297,8 @@ struct adam_mini_bfloat16_no_by_rows_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1297,11 +1308,11 @@ struct adam_mini_bfloat16_no_by_rows_1 {
                 const F g_cast = g_stored;
                 // 27  m = beta1 * m + (1 - beta1) * g
                 const F m = fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code_2 / (254.0f - m_bend)));
-                const F g_abs = abs(m);
+                const F m_abs = abs(m);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                m_top = larger<RAGGED>(m_top, bits(g_abs), i, end);
+                m_top = larger<RAGGED>(m_top, bits(m_abs), i, end);
                 store(m_kept + i, m);
                 store(noise_kept + i, noise);
                 store(tensor_sum_for_vmean_at + i, g_cast * g_cast);
@@ -1313,11 +1324,11 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
             const F m = load(m_kept + b);
-            const I m_up = max(I(75497472), m_top) + 32767;
-            const I m_up_2 = where(m_top < 2139095040, m_up, I(2143289344));
-            const I m_divisor = min(I(2139095039), m_up_2 & 2147450880);
-            const F g_mul = as_float(m_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I m_up = max(I(0x4800000), m_top) + 32767;
+            const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
+            const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
+            const F m_divisor_mul = as_float(m_divisor) * 0.003937007859349251f;
+            store(m_divisor_mul_kept + b, m_divisor_mul);
             store(m_scale_at + b, m_up_2 >> 15);
         }
 
@@ -1325,11 +1336,12 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F m_divisor_mul(m_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F m = load(m_kept + i);
                 const I noise = load(noise_kept + i);
-                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), g_mul), 3200.0f));
+                const I m_pattern = bits(fma(m, 1.0f / fma(0.003937007859349251f, abs(m), m_divisor_mul), 3200.0f));
                 store(m_at + i, m_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -1408,12 +1420,12 @@ struct adam_mini_bfloat16_no_by_rows_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1423,8 +1435,8 @@ struct adam_mini_bfloat16_no_by_rows_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -1435,7 +1447,8 @@ struct adam_mini_bfloat16_no_by_rows_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -1443,14 +1456,14 @@ struct adam_mini_bfloat16_no_by_rows_3 {
                 const F m_bend = abs(m_code_2);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 26  p = decoupled(p, lr, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * one_over_denom, p_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1560,12 +1573,12 @@ struct adam_mini_bfloat16_no_by_rows_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1579,7 +1592,7 @@ struct adam_mini_bfloat16_no_by_rows_small_3 {
             const F m = load(m_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);        // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);         // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
@@ -1588,7 +1601,7 @@ struct adam_mini_bfloat16_no_by_rows_small_3 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(m_at + i, m_2);
@@ -1629,12 +1642,12 @@ struct adam_mini_float16_no_by_rows_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1644,8 +1657,8 @@ struct adam_mini_float16_no_by_rows_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 m_scale = raw(m_scale_at + b);
             const I m_scale_bits = to_int(m_scale) << 15;
-            const I m_scale_bits_2 = m_scale_bits & 2147483647;
-            const F m_scale_2 = as_float(where(m_scale_bits_2 == 2139095040, I(2139095039), m_scale_bits_2));
+            const I m_scale_bits_2 = m_scale_bits & 0x7fffffff;
+            const F m_scale_2 = as_float(where(m_scale_bits_2 == 0x7f800000, I(0x7f7fffff), m_scale_bits_2));
             const F m_scale_neg = -(lr_over_one_minus_beta1_pow_t * m_scale_2);
             store(m_scale_neg_kept + b, m_scale_neg);
         }
@@ -1656,7 +1669,8 @@ struct adam_mini_float16_no_by_rows_3 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_scale_neg(m_scale_neg_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 m_code = raw(m_at + i);
@@ -1666,31 +1680,31 @@ struct adam_mini_float16_no_by_rows_3 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 26  p = decoupled(p, lr, weight_decay)
                 // 34  p = p - lr / (1 - beta1**t) * m / denom
                 const F p_3 = fma(m_scale_neg, m_code_2 / (254.0f - m_bend) * one_over_denom, p_2);
-                const I m_scale_bitcast = bits(p_3);
-                const I p_sign = m_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = m_scale_bitcast & 2147483647;
-                const F m_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * m_scale_bitcast_2;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(m_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1735,12 +1749,12 @@ struct adam_mini_float16_no_by_rows_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1756,33 +1770,33 @@ struct adam_mini_float16_no_by_rows_small_3 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             const F p_2 = one_minus_lr_times_weight_decay * p;                       // 26  p = decoupled(p, lr, weight_decay)
             // 34  p = p - lr / (1 - beta1**t) * m / denom
             const F p_3 = fma(-fma(scalar_3, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * m), one_over_denom, p_2);
             const F m_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m);  // 27  m = beta1 * m + (1 - beta1) * g
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -39,8 +39,8 @@ def adam_mini_float32(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -52,22 +52,22 @@ def adam_mini_float32(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -89,8 +89,8 @@ def adam_mini_float32(
     p = b.elements(p_tensor)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -174,8 +174,8 @@ def adam_mini_bfloat16(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -187,22 +187,22 @@ def adam_mini_bfloat16(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -225,11 +225,11 @@ def adam_mini_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -241,15 +241,15 @@ def adam_mini_bfloat16(
     p = p * one_minus_lr_times_weight_decay                  # 26  p = decoupled(p, lr, weight_decay)
     p = p - lr_over_one_minus_beta1_pow_t * m_value / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -295,7 +295,7 @@ def adam_mini_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m = b.elements(m_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -305,15 +305,15 @@ def adam_mini_bfloat16_small(
     m = beta1 * m + one_minus_beta1 * g                # 27  m = beta1 * m + (1 - beta1) * g
     p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -339,8 +339,8 @@ def adam_mini_float16(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -352,22 +352,22 @@ def adam_mini_float16(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     row_sum_for_vmean_row_tensor = b.row_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -393,14 +393,14 @@ def adam_mini_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -413,25 +413,25 @@ def adam_mini_float16(
     p = p - lr_over_one_minus_beta1_pow_t * m_value / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -481,10 +481,10 @@ def adam_mini_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m = b.elements(m_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -495,25 +495,25 @@ def adam_mini_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -540,8 +540,8 @@ def adam_mini_float32_no_by_rows(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -553,22 +553,22 @@ def adam_mini_float32_no_by_rows(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -590,8 +590,8 @@ def adam_mini_float32_no_by_rows(
     p = b.elements(p_tensor)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -675,8 +675,8 @@ def adam_mini_bfloat16_no_by_rows(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -688,22 +688,22 @@ def adam_mini_bfloat16_no_by_rows(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -726,11 +726,11 @@ def adam_mini_bfloat16_no_by_rows(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -742,15 +742,15 @@ def adam_mini_bfloat16_no_by_rows(
     p = p * one_minus_lr_times_weight_decay                  # 26  p = decoupled(p, lr, weight_decay)
     p = p - lr_over_one_minus_beta1_pow_t * m_value / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -796,7 +796,7 @@ def adam_mini_bfloat16_no_by_rows_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m = b.elements(m_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -806,15 +806,15 @@ def adam_mini_bfloat16_no_by_rows_small(
     m = beta1 * m + one_minus_beta1 * g                # 27  m = beta1 * m + (1 - beta1) * g
     p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -840,8 +840,8 @@ def adam_mini_float16_no_by_rows(
     # -- load and decode
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -853,22 +853,22 @@ def adam_mini_float16_no_by_rows(
     # -- update  (specs/adam_mini.py)
     m = beta1 * m_value + one_minus_beta1 * g  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
-    m_scale_abs = m.abs()
-    m_top = block_max(m_scale_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    m_scale_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = m / (m_scale_mul + m_scale_abs * 0.003937007874015748)
+    m_abs = m.abs()
+    m_top = block_max(m_abs.view(torch.int32), b.live)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = m / (m_divisor_mul + m_abs * 0.003937007874015748)
     m_pattern = (m_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     tensor_sum_for_vmean_tensor = b.tensor_sum(g * g)
     b.store(m_tensor, (m_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(m_scale_tensor, (m_up >> 15).to(torch.int16))
@@ -894,14 +894,14 @@ def adam_mini_float16_no_by_rows(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -914,25 +914,25 @@ def adam_mini_float16_no_by_rows(
     p = p - lr_over_one_minus_beta1_pow_t * m_value / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -982,10 +982,10 @@ def adam_mini_float16_no_by_rows_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m = b.elements(m_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -996,25 +996,25 @@ def adam_mini_float16_no_by_rows_small(
     p = p - lr_over_one_minus_beta1_pow_t * m / denom  # 34  p = p - lr / (1 - beta1**t) * m / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1028,8 +1028,8 @@ def adam_mini_float32_decode(p_tensor, m_tensor, m_scale_tensor):
     p = b.elements(p_tensor)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -1049,11 +1049,11 @@ def adam_mini_float32_encode(values):
     in_m = b.elements(values["m"])
     in_m_abs = in_m.abs()
     m_top = block_max(in_m_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    in_m_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = in_m / (in_m_mul + in_m_abs * 0.003937007874015748)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = in_m / (m_divisor_mul + in_m_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "m": b.flat((m_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1090,11 +1090,11 @@ def adam_mini_bfloat16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_ten
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -1112,15 +1112,15 @@ def adam_mini_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_m = b.elements(values["m"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_m_abs = in_m.abs()
     m_top = block_max(in_m_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    in_m_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = in_m / (in_m_mul + in_m_abs * 0.003937007874015748)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = in_m / (m_divisor_mul + in_m_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1136,7 +1136,7 @@ def adam_mini_bfloat16_small_decode(p_tensor, weight_low_tensor, m_tensor):
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     m = b.elements(m_tensor)
     return {
         "p": b.flat(p),
@@ -1149,7 +1149,7 @@ def adam_mini_bfloat16_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_m = b.elements(values["m"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1168,14 +1168,14 @@ def adam_mini_float16_decode(p_tensor, weight_low_tensor, m_tensor, m_scale_tens
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m_scale = b.per_block(m_scale_tensor)
     m_scale_bits = m_scale.to(torch.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = torch.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).view(torch.float32)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = torch.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).view(torch.float32)
     m_code = b.elements(m_tensor)
     m_piece = m_code.to(torch.int32)
     m_code = m_piece.to(torch.float32)
@@ -1194,25 +1194,25 @@ def adam_mini_float16_encode(values):
     in_p = b.elements(values["p"])
     in_m = b.elements(values["m"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_m_abs = in_m.abs()
     m_top = block_max(in_m_abs.view(torch.int32), b.live)
-    m_up = m_top.clamp(min=75497472) + 32767
-    m_up = torch.where(m_top < 2139095040, m_up, 2143289344)
-    m_divisor = (m_up & 2147450880).clamp(max=2139095039)
-    in_m_mul = m_divisor.view(torch.float32) * 0.003937007874015748
-    m_exact = in_m / (in_m_mul + in_m_abs * 0.003937007874015748)
+    m_up = m_top.clamp(min=0x4800000) + 32767
+    m_up = torch.where(m_top < 0x7f800000, m_up, 0x7fc00000)
+    m_divisor = (m_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    m_divisor_mul = m_divisor.view(torch.float32) * 0.003937007874015748
+    m_exact = in_m / (m_divisor_mul + in_m_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1231,10 +1231,10 @@ def adam_mini_float16_small_decode(p_tensor, weight_low_tensor, m_tensor):
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     m = b.elements(m_tensor)
     return {
         "p": b.flat(p),
@@ -1248,16 +1248,16 @@ def adam_mini_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_m = b.elements(values["m"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

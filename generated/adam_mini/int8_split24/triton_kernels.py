@@ -32,8 +32,8 @@ def adam_mini_float32_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
@@ -43,22 +43,22 @@ def adam_mini_float32_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g, m_scale_mul * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED, True)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g, at, live, MASKED)
 
@@ -275,8 +275,8 @@ def adam_mini_float32_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -684,8 +684,8 @@ def adam_mini_bfloat16_1_tile(
     index = within(index, g_stored)
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -695,22 +695,22 @@ def adam_mini_bfloat16_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED, True)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
@@ -897,8 +897,8 @@ def adam_mini_bfloat16_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
@@ -907,22 +907,22 @@ def adam_mini_bfloat16_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     m_scale_neg = minus(lr_over_one_minus_beta1_pow_t * m_scale)
     p = one_minus_lr_times_weight_decay * p  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
     p = tl.fma(m_scale_neg, m_code * reciprocal(254.0 - m_bend) * one_over_denom, p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1185,7 +1185,7 @@ def adam_mini_bfloat16_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     g_cast = widened(g_stored)
     p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
@@ -1194,15 +1194,15 @@ def adam_mini_bfloat16_small_3_tile(
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
     put(m_ptr, at, m, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1367,8 +1367,8 @@ def adam_mini_float16_1_tile(
     index = within(index, g_stored)
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -1378,22 +1378,22 @@ def adam_mini_float16_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED, True)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul)), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul)), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
@@ -1558,8 +1558,8 @@ def adam_mini_float16_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     index = within(index, m_code)
     m_code = counter(m_code) - 8388736.0
@@ -1569,39 +1569,39 @@ def adam_mini_float16_3_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     m_scale_neg = minus(lr_over_one_minus_beta1_pow_t * m_scale)
     p = one_minus_lr_times_weight_decay * p  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
     p = tl.fma(m_scale_neg, m_code * reciprocal(254.0 - m_bend) * one_over_denom, p)
     # -- encode and store
-    m_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = m_scale_bitcast >> 16 & 32768
-    p_magnitude = m_scale_bitcast & 2147483647
-    m_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * m_scale_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(m_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1865,13 +1865,13 @@ def adam_mini_float16_small_3_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     g_cast = g_stored.to(tl.float32)
     p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
@@ -1880,26 +1880,26 @@ def adam_mini_float16_small_3_tile(
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
     put(m_ptr, at, m, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -2063,8 +2063,8 @@ def adam_mini_float32_no_by_rows_1_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -2073,22 +2073,22 @@ def adam_mini_float32_no_by_rows_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g, m_scale_mul[:, None] * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g, at, live, MASKED)
 
@@ -2239,8 +2239,8 @@ def adam_mini_float32_no_by_rows_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -2470,8 +2470,8 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -2481,22 +2481,22 @@ def adam_mini_bfloat16_no_by_rows_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul[:, None] * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
@@ -2620,8 +2620,8 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -2629,22 +2629,22 @@ def adam_mini_bfloat16_no_by_rows_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     m_scale_neg = minus(lr_over_one_minus_beta1_pow_t * m_scale)
     p = one_minus_lr_times_weight_decay * p  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
     p = tl.fma(m_scale_neg[:, None], m_code * reciprocal(254.0 - m_bend) * one_over_denom, p)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2786,7 +2786,7 @@ def adam_mini_bfloat16_no_by_rows_small_3_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     g_cast = widened(g_stored)
     p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
@@ -2795,15 +2795,15 @@ def adam_mini_bfloat16_no_by_rows_small_3_tile(
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
     put(m_ptr, at, m, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2895,8 +2895,8 @@ def adam_mini_float16_no_by_rows_1_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -2906,22 +2906,22 @@ def adam_mini_float16_no_by_rows_1_tile(
     # 27  m = beta1 * m + (1 - beta1) * g
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, m_scale_mul[:, None] * (m_code * reciprocal(254.0 - m_bend)))
     # -- encode and store
-    g_abs = tl.abs(m)
+    m_abs = tl.abs(m)
     m_top = block_magnitude(m, live, MASKED)
-    m_up = tl.maximum(m_top, 75497472) + 32767
-    m_up = tl.where(m_top < 2139095040, m_up, 2143289344)
+    m_up = tl.maximum(m_top, 0x4800000) + 32767
+    m_up = tl.where(m_top < 0x7f800000, m_up, 0x7fc00000)
     put(m_scale_ptr, at_block, (m_up >> 15).to(tl.int16), live_block, MASKED)
-    m_divisor = tl.minimum(m_up & 2147450880, 2139095039)
-    g_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    m_divisor = tl.minimum(m_up & 0x7fff8000, 0x7f7fffff)
+    m_divisor_mul = m_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    m_pattern = tl.fma(m, reciprocal(tl.fma(0.003937007874015748, m_abs, m_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(m_ptr, at, rounded(m_pattern, noise, 20), live, MASKED)
     return term(g_cast, at, live, MASKED)
 
@@ -3023,8 +3023,8 @@ def adam_mini_float16_no_by_rows_3_tile(
     # -- load and decode
     m_scale = get(m_scale_ptr, at_block, live_block, MASKED)
     m_scale_bits = m_scale.to(tl.int32) << 15
-    m_scale_bits = m_scale_bits & 2147483647
-    m_scale = tl.where(m_scale_bits == 2139095040, 2139095039, m_scale_bits).to(tl.float32, bitcast=True)
+    m_scale_bits = m_scale_bits & 0x7fffffff
+    m_scale = tl.where(m_scale_bits == 0x7f800000, 0x7f7fffff, m_scale_bits).to(tl.float32, bitcast=True)
     m_code = get(m_ptr, at, live, MASKED)
     m_code = counter(m_code) - 8388736.0
     m_bend = tl.abs(m_code)
@@ -3033,39 +3033,39 @@ def adam_mini_float16_no_by_rows_3_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     m_scale_neg = minus(lr_over_one_minus_beta1_pow_t * m_scale)
     p = one_minus_lr_times_weight_decay * p  # 26  p = decoupled(p, lr, weight_decay)
     # 34  p = p - lr / (1 - beta1**t) * m / denom
     p = tl.fma(m_scale_neg[:, None], m_code * reciprocal(254.0 - m_bend) * one_over_denom, p)
     # -- encode and store
-    m_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = m_scale_bitcast >> 16 & 32768
-    p_magnitude = m_scale_bitcast & 2147483647
-    m_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * m_scale_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(m_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -3208,13 +3208,13 @@ def adam_mini_float16_no_by_rows_small_3_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adam_mini.py)
     g_cast = g_stored.to(tl.float32)
     p = one_minus_lr_times_weight_decay * p                          # 26  p = decoupled(p, lr, weight_decay)
@@ -3223,26 +3223,26 @@ def adam_mini_float16_no_by_rows_small_3_tile(
     m = tl.fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * m)  # 27  m = beta1 * m + (1 - beta1) * g
     # -- encode and store
     put(m_ptr, at, m, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

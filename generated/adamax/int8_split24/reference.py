@@ -34,8 +34,8 @@ def adamax_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -48,7 +48,7 @@ def adamax_float32(
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -61,37 +61,37 @@ def adamax_float32(
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_inf_pattern = sqrt(exp_inf).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
-    exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
+    exp_inf_below = block_min(exp_inf_pattern, b.live) - 0x80000 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_base_sub = 0x5f700000 - exp_inf_base
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_range_sub_2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
+    exp_inf_half_sub = exp_inf_half * exp_inf_scale - 0x800000
+    exp_inf_offset = ((noise & 4095) << 12 | 2048) + exp_inf_half_sub
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_base_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, p)
@@ -142,11 +142,11 @@ def adamax_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -159,7 +159,7 @@ def adamax_bfloat16(
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -172,39 +172,39 @@ def adamax_bfloat16(
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_inf_pattern = sqrt(exp_inf).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
-    exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
+    exp_inf_below = block_min(exp_inf_pattern, b.live) - 0x80000 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_base_sub = 0x5f700000 - exp_inf_base
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub_2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
+    exp_inf_half_sub = exp_inf_half * exp_inf_scale - 0x800000
+    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_sub
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_base_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -229,7 +229,7 @@ def adamax_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -240,15 +240,15 @@ def adamax_bfloat16_small(
     exp_inf = torch.maximum(beta2 * exp_inf, g.abs() + eps)    # 22  exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -274,14 +274,14 @@ def adamax_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -294,7 +294,7 @@ def adamax_float16(
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -308,50 +308,50 @@ def adamax_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_inf_pattern = sqrt(exp_inf).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_inf_above = (exp_inf_largest + 524288 >> 22) + 1
-    exp_inf_below = block_min(exp_inf_pattern, b.live) - 524288 >> 22
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_inf_above = (exp_inf_largest + 0x80000 >> 22) + 1
+    exp_inf_below = block_min(exp_inf_pattern, b.live) - 0x80000 >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
     exp_inf_half = exp_inf_units * 10240
     exp_inf_base = exp_inf_start + exp_inf_half
-    exp_inf_range_sub = 1601175552 - exp_inf_base
+    exp_inf_base_sub = 0x5f700000 - exp_inf_base
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_range_sub_2 = exp_inf_half * exp_inf_scale - 8388608
-    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_range_sub_2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_range_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
+    exp_inf_half_sub = exp_inf_half * exp_inf_scale - 0x800000
+    exp_inf_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_inf_half_sub
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_base, exp_inf_base_sub).clamp(min=0) * exp_inf_scale + exp_inf_offset
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -379,10 +379,10 @@ def adamax_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -394,25 +394,25 @@ def adamax_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / exp_inf  # 23  p = p - lr / (1 - beta1**t) * exp_avg / exp_inf
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -427,8 +427,8 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -439,7 +439,7 @@ def adamax_float32_decode(p_tensor, exp_avg_tensor, exp_avg_scale_tensor, exp_in
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -461,22 +461,22 @@ def adamax_float32_encode(values):
     in_exp_inf = b.elements(values["exp_inf"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_inf_above = (exp_inf_largest >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
-    in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_start_sub = 0x5f700000 - exp_inf_start
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, exp_inf_start_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     return {
@@ -523,11 +523,11 @@ def adamax_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -538,7 +538,7 @@ def adamax_bfloat16_decode(
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -558,26 +558,26 @@ def adamax_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_inf_above = (exp_inf_largest >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
-    in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_start_sub = 0x5f700000 - exp_inf_start
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, exp_inf_start_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     return {
@@ -597,7 +597,7 @@ def adamax_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, ex
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_inf = b.elements(exp_inf_tensor)
     return {
@@ -613,7 +613,7 @@ def adamax_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -635,14 +635,14 @@ def adamax_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -653,7 +653,7 @@ def adamax_float16_decode(
     exp_inf_header = exp_inf_range.to(torch.int32)
     exp_inf_cells = (exp_inf_header & 255).clamp(min=4)
     exp_inf_step = quotient(4194304.0, exp_inf_cells.to(torch.float32)).round().to(torch.int32)
-    exp_inf_middle = ((exp_inf_header & 65280) << 14) + 536870912 + (exp_inf_step >> 1)
+    exp_inf_middle = ((exp_inf_header & 0xff00) << 14) + 0x20000000 + (exp_inf_step >> 1)
     exp_inf_middle = torch.where(exp_inf_header == 0, 0, exp_inf_middle)
     exp_inf_code = b.elements(exp_inf_tensor)
     exp_inf_piece = exp_inf_code.to(torch.int32)
@@ -674,36 +674,36 @@ def adamax_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_inf_pattern = sqrt(in_exp_inf + 0.0).view(torch.int32)
-    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_inf_largest = block_max(exp_inf_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_inf_above = (exp_inf_largest >> 22) + 1
     exp_inf_below = block_min(exp_inf_pattern, b.live) >> 22
     exp_inf_units = (exp_inf_above - exp_inf_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_inf_first = exp_inf_above - exp_inf_units
     exp_inf_start = exp_inf_first << 22
-    in_exp_inf_sub = 1601175552 - exp_inf_start
+    exp_inf_start_sub = 0x5f700000 - exp_inf_start
     exp_inf_cells = quotient(256.5, exp_inf_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_inf_scale = exp_inf_cells << 2
-    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, in_exp_inf_sub).clamp(min=0) * exp_inf_scale
+    exp_inf_position = torch.minimum(exp_inf_pattern - exp_inf_start, exp_inf_start_sub).clamp(min=0) * exp_inf_scale
     exp_inf_code = exp_inf_position >> 24 & 0xff
     exp_inf_header = exp_inf_first - 128 << 8 | exp_inf_cells
     return {
@@ -726,10 +726,10 @@ def adamax_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_inf = b.elements(exp_inf_tensor)
     return {
@@ -746,16 +746,16 @@ def adamax_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_inf = b.elements(values["exp_inf"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -87,9 +87,9 @@ def adamp_float32(
     tensor_sum_of_p = tensor_sum_of_p_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -202,9 +202,9 @@ def adamp_bfloat16(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -249,7 +249,7 @@ def adamp_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamp_float16(
@@ -320,9 +320,9 @@ def adamp_float16(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -438,7 +438,7 @@ def adamp_bfloat16_no_projected(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -546,9 +546,9 @@ def adamp_float32_nesterov(
     tensor_sum_of_p = tensor_sum_of_p_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_p_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -668,9 +668,9 @@ def adamp_bfloat16_nesterov(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -721,7 +721,7 @@ def adamp_bfloat16_nesterov(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -793,9 +793,9 @@ def adamp_float16_nesterov(
     tensor_sum_of_update = tensor_sum_of_update_tensor
     # -- encode and store
     tensor_sum_for_invariant_2_add = sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tensor_lt_2_tensor = torch.where(tensor_sum_for_invariant_lt, 1.0, 0.0)
-    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
+    delta_over_sqrt_elements_lt = tensor_sum_for_invariant.abs() / (tensor_sum_for_invariant_2_add * (sqrt(tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tensor_lt_2_tensor = torch.where(delta_over_sqrt_elements_lt, 1.0, 0.0)
+    tensor_sum_of_update_over_tensor_mul_2_2_tensor = torch.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -921,7 +921,7 @@ def adamp_bfloat16_nesterov_no_projected(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -1013,7 +1013,7 @@ def adamp_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }

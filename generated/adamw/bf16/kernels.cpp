@@ -60,8 +60,8 @@ struct adamw_float32 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
         }
     }
 };
@@ -110,9 +110,9 @@ struct adamw_bfloat16 {
             const I exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767;
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
         }
     }
 };
@@ -160,8 +160,8 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
         }
     }
 };
@@ -214,9 +214,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -272,10 +272,10 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767;
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -330,9 +330,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, narrow_half(p_3));
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + exp_avg_carry);
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + exp_avg_sq_carry);
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + exp_avg_carry);
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + exp_avg_sq_carry);
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };

@@ -55,8 +55,8 @@ def adamw_float32(
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16(
@@ -96,9 +96,9 @@ def adamw_bfloat16(
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16(
@@ -137,8 +137,8 @@ def adamw_float16(
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_amsgrad(
@@ -183,9 +183,9 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16_amsgrad(
@@ -232,10 +232,10 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16_amsgrad(
@@ -281,9 +281,9 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p.to(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
@@ -313,8 +313,8 @@ def adamw_float32_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -347,9 +347,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -381,8 +381,8 @@ def adamw_float16_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -419,9 +419,9 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -460,10 +460,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -501,7 +501,7 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }

@@ -47,10 +47,10 @@ def adamw_float32_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -129,13 +129,13 @@ def adamw_bfloat16_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -215,10 +215,10 @@ def adamw_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -301,13 +301,13 @@ def adamw_float32_amsgrad_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -395,16 +395,16 @@ def adamw_bfloat16_amsgrad_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -493,13 +493,13 @@ def adamw_float16_amsgrad_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
-    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 2143289344) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_ptr, at, (tl.minimum(exp_avg_x_bits, 0x7fc00000) + exp_avg_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_sq_x_bits = exp_avg_sq.to(tl.int32, bitcast=True)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 2143289344) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(exp_avg_sq_ptr, at, (tl.minimum(exp_avg_sq_x_bits, 0x7fc00000) + exp_avg_sq_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.to(tl.int32, bitcast=True)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(max_exp_avg_sq_ptr, at, (tl.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

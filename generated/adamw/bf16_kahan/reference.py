@@ -51,18 +51,18 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16(
@@ -100,25 +100,25 @@ def adamw_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_weight = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_lost = p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p_weight)
-    b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16(
@@ -158,19 +158,19 @@ def adamw_float16(
     p_lost = p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, p_lost.to(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_amsgrad(
@@ -209,21 +209,21 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16_amsgrad(
@@ -266,28 +266,28 @@ def adamw_bfloat16_amsgrad(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_weight = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_lost = p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p_weight)
-    b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(weight_compensation_tensor, (torch.where(p_lost == p_lost, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16_amsgrad(
@@ -332,22 +332,22 @@ def adamw_float16_amsgrad(
     p_lost = p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p_weight)
     b.store(weight_compensation_tensor, p_lost.to(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
@@ -377,8 +377,8 @@ def adamw_float32_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -408,7 +408,7 @@ def adamw_bfloat16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_lost = in_p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
@@ -419,9 +419,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(p_weight),
-        "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -459,8 +459,8 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat(p_lost.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -497,9 +497,9 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -535,7 +535,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_weight = (torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_lost = in_p - p_weight.to(torch.float32)
     p_lost = torch.where(p_lost.abs() <= 3.4028234663852886e+38, p_lost, 0.0)
     p_x_bits = p_lost.view(torch.int32)
@@ -548,10 +548,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(p_weight),
-        "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "weight_compensation": b.flat((torch.where(p_lost == p_lost, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -597,7 +597,7 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat(p_weight),
         "weight_compensation": b.flat(p_lost.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }

@@ -51,18 +51,18 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16(
@@ -97,28 +97,28 @@ def adamw_bfloat16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16(
@@ -153,37 +153,37 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 16777216.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 16777216.0
     p_whole = p_steps.floor()
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_lshr = noise_2 >> 19 & 0x1fff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2_lshr = noise_2 >> 19 & 0x1fff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + noise_2_lshr).clamp(max=0xf800000) >> 13
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_amsgrad(
@@ -222,21 +222,21 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16_amsgrad(
@@ -276,31 +276,31 @@ def adamw_bfloat16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_x_bits = p.view(torch.int32)
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + (noise_2 >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16_amsgrad(
@@ -340,40 +340,40 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 16777216.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 16777216.0
     p_whole = p_steps.floor()
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_lshr = noise_2 >> 19 & 0x1fff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 0 << 0)).clamp(max=260046848) >> 13
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2_lshr = noise_2 >> 19 & 0x1fff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + noise_2_lshr).clamp(max=0xf800000) >> 13
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
@@ -403,8 +403,8 @@ def adamw_float32_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -437,9 +437,9 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -471,8 +471,8 @@ def adamw_float16_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -509,9 +509,9 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -550,10 +550,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     max_exp_avg_sq_x_bits = in_max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -591,7 +591,7 @@ def adamw_float16_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p.to(torch.float16)),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }

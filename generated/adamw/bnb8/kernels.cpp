@@ -51,8 +51,8 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -74,19 +74,20 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -98,7 +99,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -115,12 +117,12 @@ struct adamw_float32 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -130,18 +132,19 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -224,8 +227,8 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -247,20 +250,21 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -272,7 +276,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -282,7 +287,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -292,12 +297,12 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -307,18 +312,19 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -366,7 +372,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -405,8 +411,8 @@ struct adamw_float16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -428,20 +434,21 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -453,7 +460,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -471,12 +479,12 @@ struct adamw_float16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -486,18 +494,19 @@ struct adamw_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -586,8 +595,8 @@ struct adamw_float32_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -615,22 +624,23 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));
+                const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -647,7 +657,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -666,14 +677,14 @@ struct adamw_float32_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(75497472), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -686,23 +697,24 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_scale_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_scale_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_scale_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_scale_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_scale_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_scale_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_scale_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_scale_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_scale_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_scale_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_scale_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_scale_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_scale_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
+                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
@@ -795,8 +807,8 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -824,23 +836,24 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));
+                const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -857,7 +870,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -867,7 +881,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -879,14 +893,14 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(75497472), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -899,23 +913,24 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_scale_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_scale_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_scale_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_scale_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_scale_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_scale_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_scale_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_scale_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_scale_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_scale_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_scale_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_scale_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_scale_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
+                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
@@ -968,7 +983,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1012,8 +1027,8 @@ struct adamw_float16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -1041,23 +1056,24 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_sub, -1.2499992863013176e-07f)))));
+                const F max_exp_avg_sq_piece_sub = counter(max_exp_avg_sq_code) - 8388608.0f;
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, max_exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, max_exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, max_exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, max_exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, max_exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, max_exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, max_exp_avg_sq_piece_sub, -1.2499992863013176e-07f)))));
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -127);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_abs, -2.1500000002561137e-06f)))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 127);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(max(fma(0.01406249962747097f, exp_avg_piece_abs, -0.79296875f), fma(0.0028124998789280653f, exp_avg_piece_abs, -0.07859374582767487f)), max(fma(0.0005624999757856131f, exp_avg_piece_abs, -0.007718749810010195f), fma(0.00011250001261942089f, exp_avg_piece_abs, -0.0007437500753439963f))), max(max(fma(2.2500000341096893e-05f, exp_avg_piece_abs, -6.874999962747097e-05f), fma(4.499999704421498e-06f, exp_avg_piece_abs, -5.749999218096491e-06f)), fma(2.7000000955013093e-06f, exp_avg_piece_abs, -2.1500000002561137e-06f)))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
-                const F exp_avg_sq_sub = counter(exp_avg_sq_code) - 8388608.0f;
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
+                const F exp_avg_sq_piece_sub = counter(exp_avg_sq_code) - 8388608.0f;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_sub, -1.2499992863013176e-07f))))));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * min(F(1.0f), max(F(0.0f), max(max(max(fma(0.007031250279396772f, exp_avg_sq_piece_sub, -0.7894531488418579f), fma(0.0014062499394640326f, exp_avg_sq_piece_sub, -0.07789061963558197f)), max(fma(0.00028124998789280653f, exp_avg_sq_piece_sub, -0.007578124757856131f), fma(5.6250002671731636e-05f, exp_avg_sq_piece_sub, -0.0007156250649131835f))), max(max(fma(1.1250000170548446e-05f, exp_avg_sq_piece_sub, -6.312500045169145e-05f), fma(2.249999852210749e-06f, exp_avg_sq_piece_sub, -4.624999746738467e-06f)), fma(4.49999959073466e-07f, exp_avg_sq_piece_sub, -1.2499992863013176e-07f))))));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -1074,7 +1090,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1094,14 +1111,14 @@ struct adamw_float16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(75497472), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(75497472), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x4800000), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x4800000), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -1114,23 +1131,24 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, g_abs, 0.33076921105384827f), fma(111111.125f, g_abs, 1.8888887166976929f)), min(fma(44444.4375f, g_abs, 3.055555820465088f), fma(22222.21875f, g_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, g_abs, 6.611110687255859f), fma(4444.44384765625f, g_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, g_abs, 13.722222328186035f), fma(888.8885498046875f, g_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, g_abs, 27.94444465637207f), fma(177.7779541015625f, g_abs, 45.22220230102539f)), fma(71.1111068725586f, g_abs, 56.38888931274414f)))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(128.0f)) + 127.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const F g_max = max(F(0.0f), exp_avg_sq_number);
-                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, g_max, 0.0806451141834259f), fma(1111111.125f, g_max, 0.8888888359069824f)), min(fma(444444.4375f, g_max, 2.055555582046509f), fma(222222.234375f, g_max, 3.777777671813965f))), min(min(fma(88888.890625f, g_max, 5.611110687255859f), fma(44444.4375f, g_max, 9.555556297302246f)), min(fma(17777.775390625f, g_max, 12.722222328186035f), fma(8888.890625f, g_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, g_max, 26.94444465637207f), fma(1777.777099609375f, g_max, 44.22222900390625f)), min(fma(711.111083984375f, g_max, 55.38888931274414f), fma(355.555908203125f, g_max, 90.44440460205078f))), fma(142.2222137451172f, g_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(127.0f), min(min(min(min(fma(615384.5625f, exp_avg_number_abs, 0.33076921105384827f), fma(111111.125f, exp_avg_number_abs, 1.8888887166976929f)), min(fma(44444.4375f, exp_avg_number_abs, 3.055555820465088f), fma(22222.21875f, exp_avg_number_abs, 4.777777671813965f))), min(min(fma(8888.888671875f, exp_avg_number_abs, 6.611110687255859f), fma(4444.44384765625f, exp_avg_number_abs, 10.55555534362793f)), min(fma(1777.7777099609375f, exp_avg_number_abs, 13.722222328186035f), fma(888.8885498046875f, exp_avg_number_abs, 22.111114501953125f)))), min(min(fma(355.5555114746094f, exp_avg_number_abs, 27.94444465637207f), fma(177.7779541015625f, exp_avg_number_abs, 45.22220230102539f)), fma(71.1111068725586f, exp_avg_number_abs, 56.38888931274414f)))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9964843988418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(128.0f)) + 127.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_max = max(F(0.0f), exp_avg_sq_number);
+                const I exp_avg_sq_code_2 = to_int(where(exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_max = max(F(0.0f), max_exp_avg_sq_number);
-                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_scale_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_scale_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_scale_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_scale_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_scale_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_scale_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_scale_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_scale_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_scale_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_scale_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_scale_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_scale_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_scale_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
+                const F max_exp_avg_sq_number_max = max(F(0.0f), max_exp_avg_sq_number);
+                const I max_exp_avg_sq_code_2 = to_int(where(max_exp_avg_sq_number < 0.9982422590255737f, rint(min(F(254.0f), min(min(min(min(fma(2580645.0f, max_exp_avg_sq_number_max, 0.0806451141834259f), fma(1111111.125f, max_exp_avg_sq_number_max, 0.8888888359069824f)), min(fma(444444.4375f, max_exp_avg_sq_number_max, 2.055555582046509f), fma(222222.234375f, max_exp_avg_sq_number_max, 3.777777671813965f))), min(min(fma(88888.890625f, max_exp_avg_sq_number_max, 5.611110687255859f), fma(44444.4375f, max_exp_avg_sq_number_max, 9.555556297302246f)), min(fma(17777.775390625f, max_exp_avg_sq_number_max, 12.722222328186035f), fma(8888.890625f, max_exp_avg_sq_number_max, 21.111108779907227f)))), min(min(min(fma(3555.555419921875f, max_exp_avg_sq_number_max, 26.94444465637207f), fma(1777.777099609375f, max_exp_avg_sq_number_max, 44.22222900390625f)), min(fma(711.111083984375f, max_exp_avg_sq_number_max, 55.38888931274414f), fma(355.555908203125f, max_exp_avg_sq_number_max, 90.44440460205078f))), fma(142.2222137451172f, max_exp_avg_sq_number_max, 112.27777862548828f))))), F(255.0f)) + 0.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);

@@ -52,9 +52,9 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -77,7 +77,8 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -86,9 +87,9 @@ struct adamw_float32 {
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -110,13 +111,13 @@ struct adamw_float32 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
         }
@@ -127,14 +128,15 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -174,9 +176,9 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -201,7 +203,8 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -210,9 +213,9 @@ struct adamw_bfloat16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -225,7 +228,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -233,26 +237,26 @@ struct adamw_bfloat16 {
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widened(p_stored);
                 const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
-                const I p_add = p_biased + -135;
-                const I part = p_add >> 1;
+                const I p_biased_add = p_biased - 135;
+                const I part = p_biased_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
-                const I g_sub = 0 - (p_biased_2 + -135);
-                const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
+                const I p_biased_sub = 0 - (p_biased_2 - 135);
+                const I part_2 = p_biased_sub >> 1;
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -264,13 +268,13 @@ struct adamw_bfloat16 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
         }
@@ -280,14 +284,15 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -327,9 +332,9 @@ struct adamw_float16 {
         alignas(64) float exp_avg_sq_value_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -354,7 +359,8 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -363,9 +369,9 @@ struct adamw_float16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
@@ -378,7 +384,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -386,10 +393,10 @@ struct adamw_float16 {
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
                 const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
-                const I p_add = p_biased + -138;
-                const I part = p_add >> 1;
+                const I p_biased_add = p_biased - 138;
+                const I part = p_biased_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_6, scalar_7), p_2);
@@ -398,9 +405,9 @@ struct adamw_float16 {
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
-                const I g_sub = 0 - (p_biased_2 + -138);
-                const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
+                const I p_biased_sub = 0 - (p_biased_2 - 138);
+                const I part_2 = p_biased_sub >> 1;
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
                 store(p_at + i, p_kept_);
@@ -415,13 +422,13 @@ struct adamw_float16 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
         }
@@ -431,14 +438,15 @@ struct adamw_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -482,10 +490,10 @@ struct adamw_float32_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -515,23 +523,24 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_5 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -561,16 +570,16 @@ struct adamw_float32_amsgrad {
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
+            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -583,17 +592,18 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -638,10 +648,10 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -673,23 +683,24 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -708,7 +719,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -716,26 +728,26 @@ struct adamw_bfloat16_amsgrad {
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widened(p_stored);
                 const I p_biased = max(I(1), bits(p_weight) >> 23 & 255);
-                const I p_add = p_biased + -135;
-                const I part = p_add >> 1;
+                const I p_biased_add = p_biased - 135;
+                const I part = p_biased_add >> 1;
                 // bf16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                const I p_kept_ = min(I(2143289344), p_x_bits) + p_carry >> 16;
+                const I p_kept_ = bits_or_nan(as_float(p_x_bits)) + p_carry >> 16;
                 const F p_weight_2 = widened(p_kept_);
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(I(1), bits(p_weight_2) >> 23 & 255);
-                const I g_sub = 0 - (p_biased_2 + -135);
-                const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
+                const I p_biased_sub = 0 - (p_biased_2 - 135);
+                const I part_2 = p_biased_sub >> 1;
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(weight_low_at + i, p_code_2 + 128);
             }
         }
@@ -749,16 +761,16 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
+            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -770,17 +782,18 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }
@@ -825,10 +838,10 @@ struct adamw_float16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_3_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -860,23 +873,24 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const F max_exp_avg_sq_code_2 = counter(max_exp_avg_sq_code) - 8388608.0f;
-                const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
+                const F max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_2;
                 // 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq_scale_mul_2;
+                const F max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F exp_avg_sq_code_2 = counter(exp_avg_sq_code) - 8388608.0f;
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (2.0f - abs(one_over_127 * exp_avg_code_2))));
-                const F exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
+                const F exp_avg_sq_code_mul = exp_avg_sq_scale_mul * exp_avg_sq_code_2;
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul_2 * exp_avg_sq_scale_mul_2);
+                const F exp_avg_sq = fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
@@ -895,7 +909,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
@@ -903,10 +918,10 @@ struct adamw_float16_amsgrad {
                 const U16 p_stored = raw(p_at + i);
                 const F p_weight = widen_half(p_stored);
                 const I p_biased = max(I(113), bits(p_weight) >> 23 & 255);
-                const I p_add = p_biased + -138;
-                const I part = p_add >> 1;
+                const I p_biased_add = p_biased - 138;
+                const I part = p_biased_add >> 1;
                 // f16 and its rounding error in 1/254 ulp (FlashOptim)
-                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_add - part + 127 << 23), p_weight);
+                const F p = fma(one_over_127, p_code * as_float(part + 127 << 23) * as_float(p_biased_add - part + 127 << 23), p_weight);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_7, scalar_8), p_2);
@@ -915,9 +930,9 @@ struct adamw_float16_amsgrad {
                 const F p_error = p_3 - p_weight_2;
                 const F p_error_2 = where(p_error == p_error, p_error, F(0.0f));
                 const I p_biased_2 = max(I(113), bits(p_weight_2) >> 23 & 255);
-                const I g_sub = 0 - (p_biased_2 + -138);
-                const I part_2 = g_sub >> 1;
-                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(g_sub - part_2 + 127 << 23)));
+                const I p_biased_sub = 0 - (p_biased_2 - 138);
+                const I part_2 = p_biased_sub >> 1;
+                const F p_units = 127.0f * min(F(1.0f), max(F(-1.0f), p_error_2 * as_float(part_2 + 127 << 23) * as_float(p_biased_sub - part_2 + 127 << 23)));
                 const F p_size = floor(abs(p_units) + 0.5f);
                 const I p_code_2 = to_int(where(p_units < 0.0f, -1.0f * p_size, p_size));
                 store(p_at + i, p_kept_);
@@ -934,16 +949,16 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F g_rcp = 1.0f / exp_avg_scale_3;
-            const F g_mul = 254.0f * g_rcp;
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
             const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F g_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
             const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_3 = 255.0f / max_exp_avg_sq_scale_3;
-            store(g_mul_kept + b, g_mul);
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_scale_mul_3_kept + b, max_exp_avg_sq_scale_mul_3);
+            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
             store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
             store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
             store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
@@ -955,17 +970,18 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_scale_mul_3(max_exp_avg_sq_scale_mul_3_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
+            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, to_int(floor(fma(g_mul, exp_avg / (1.0f + abs(g_rcp * exp_avg)), 0.5f))) + 128);
-                store(exp_avg_sq_at + i, to_int(fma(g_mul_2, exp_avg_sq_value, 0.5f)));
-                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_3, max_exp_avg_sq_value, 0.5f)));
+                store(exp_avg_at + i, to_int(floor(fma(exp_avg_scale_mul_2, exp_avg / (1.0f + abs(exp_avg_scale_rcp * exp_avg)), 0.5f))) + 128);
+                store(exp_avg_sq_at + i, to_int(fma(exp_avg_sq_scale_mul_2, exp_avg_sq_value, 0.5f)));
+                store(max_exp_avg_sq_at + i, to_int(fma(max_exp_avg_sq_scale_mul_2, max_exp_avg_sq_value, 0.5f)));
             }
         }
     }

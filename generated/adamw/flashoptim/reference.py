@@ -40,10 +40,10 @@ def adamw_float32(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -95,18 +95,18 @@ def adamw_bfloat16(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = p_biased - 135
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 135
+    part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -127,14 +127,14 @@ def adamw_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_kept = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_weight = p_kept.to(torch.float32)
     p_error = p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = 0 - (p_biased - 135)
-    part = p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
@@ -171,18 +171,18 @@ def adamw_float16(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = p_biased - 138
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 138
+    part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -206,9 +206,9 @@ def adamw_float16(
     p_error = p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = 0 - (p_biased - 138)
-    part = p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
@@ -245,10 +245,10 @@ def adamw_float32_amsgrad(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -317,18 +317,18 @@ def adamw_bfloat16_amsgrad(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = p_biased - 135
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 135
+    part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -361,14 +361,14 @@ def adamw_bfloat16_amsgrad(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_kept = (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_weight = p_kept.to(torch.float32)
     p_error = p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = 0 - (p_biased - 135)
-    part = p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
@@ -410,18 +410,18 @@ def adamw_float16_amsgrad(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = p_biased - 138
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 138
+    part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -457,9 +457,9 @@ def adamw_float16_amsgrad(
     p_error = p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = 0 - (p_biased - 138)
-    part = p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
@@ -490,10 +490,10 @@ def adamw_float32_decode(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -540,18 +540,18 @@ def adamw_bfloat16_decode(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = p_biased - 135
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 135
+    part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -574,14 +574,14 @@ def adamw_bfloat16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_weight = p_kept.to(torch.float32)
     p_error = in_p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    in_p_sub = 0 - (p_biased - 135)
-    part = in_p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
@@ -611,18 +611,18 @@ def adamw_float16_decode(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = p_biased - 138
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 138
+    part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -648,9 +648,9 @@ def adamw_float16_encode(values):
     p_error = in_p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    in_p_sub = 0 - (p_biased - 138)
-    part = in_p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
@@ -680,10 +680,10 @@ def adamw_float32_amsgrad_decode(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -746,18 +746,18 @@ def adamw_bfloat16_amsgrad_decode(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    p_sub = p_biased - 135
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 135
+    part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -791,14 +791,14 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)
+    p_kept = (torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)
     p_weight = p_kept.to(torch.float32)
     p_error = in_p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=1)
-    in_p_sub = 0 - (p_biased - 135)
-    part = in_p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
@@ -833,18 +833,18 @@ def adamw_float16_amsgrad_decode(
     weight_low_code = b.elements(weight_low_tensor)
     p_code = weight_low_code.to(torch.int32).to(torch.float32) - 128.0
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    p_sub = p_biased - 138
-    part = p_sub >> 1
+    p_biased_sub = p_biased - 138
+    part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_div = exp_avg_code / 127.0
+    exp_avg_code_div = exp_avg_code / 127.0
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
-    exp_avg_value = exp_avg_div / (2.0 - exp_avg_div.abs()) * exp_avg_scale
+    exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
@@ -881,9 +881,9 @@ def adamw_float16_amsgrad_encode(values):
     p_error = in_p - p_weight
     p_error = torch.where(p_error == p_error, p_error, 0.0)
     p_biased = (p_weight.view(torch.int32) >> 23 & 255).clamp(min=113)
-    in_p_sub = 0 - (p_biased - 138)
-    part = in_p_sub >> 1
-    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (in_p_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = (p_error * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)).clamp(min=-1.0).clamp(max=1.0) * 127.0
     p_size = (p_units.abs() + 0.5).floor()
     p_code = torch.where(p_units < 0.0, -p_size, p_size).to(torch.int32)
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)

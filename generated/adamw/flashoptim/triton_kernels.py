@@ -45,9 +45,9 @@ def adamw_float32_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_4 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -57,14 +57,14 @@ def adamw_float32_tile(
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -174,19 +174,19 @@ def adamw_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = widened(p_stored)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    p_add = p_biased + -135
-    part = p_add >> 1
+    p_biased_add = p_biased - 135
+    part = p_biased_add >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
+    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -194,29 +194,29 @@ def adamw_bfloat16_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    p_kept = (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     put(p_ptr, at, p_kept, live, MASKED)
     p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    g_sub = 0 - (p_biased + -135)
-    part = g_sub >> 1
-    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -328,19 +328,19 @@ def adamw_float16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = p_stored.to(tl.float32)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    p_add = p_biased + -138
-    part = p_add >> 1
+    p_biased_add = p_biased - 138
+    part = p_biased_add >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
+    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_5 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_4 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
@@ -352,23 +352,23 @@ def adamw_float16_tile(
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    g_sub = 0 - (p_biased + -138)
-    part = g_sub >> 1
-    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -477,9 +477,9 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
+    max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -490,9 +490,9 @@ def adamw_float32_amsgrad_tile(
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_5 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_5 * g, g, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -504,15 +504,15 @@ def adamw_float32_amsgrad_tile(
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
@@ -633,9 +633,9 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
+    max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -645,19 +645,19 @@ def adamw_bfloat16_amsgrad_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = widened(p_stored)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    p_add = p_biased + -135
-    part = p_add >> 1
+    p_biased_add = p_biased - 135
+    part = p_biased_add >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
+    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -667,30 +667,30 @@ def adamw_bfloat16_amsgrad_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    p_kept = (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    p_kept = (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     put(p_ptr, at, p_kept, live, MASKED)
     p_weight = widened(p_kept)
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 1)
-    g_sub = 0 - (p_biased + -135)
-    part = g_sub >> 1
-    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    p_biased_sub = 0 - (p_biased - 135)
+    part = p_biased_sub >> 1
+    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
@@ -815,9 +815,9 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_scale_mul = sqrt_one_over_255_times_one_over_255 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_code = counter(max_exp_avg_sq_code) - 8388608.0
-    max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
+    max_exp_avg_sq_code_mul = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_scale_mul * max_exp_avg_sq_scale_mul
+    max_exp_avg_sq = max_exp_avg_sq_code_mul * max_exp_avg_sq_code_mul
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_scale = exp_avg_sq_scale.to(tl.float32)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
@@ -827,19 +827,19 @@ def adamw_float16_amsgrad_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     p_weight = p_stored.to(tl.float32)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    p_add = p_biased + -138
-    part = p_add >> 1
+    p_biased_add = p_biased - 138
+    part = p_biased_add >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
+    p = tl.fma(one_over_127, p_code * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_add - part + 127 << 23).to(tl.float32, bitcast=True), p_weight)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1_times_one_over_127 * exp_avg_scale
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(2.0 - tl.abs(one_over_127 * exp_avg_code))))
     exp_avg_sq_scale_mul = scalar_6 * exp_avg_sq_scale
-    exp_avg_sq_scale_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
+    exp_avg_sq_code_mul = exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_scale_mul)
+    exp_avg_sq = tl.fma(scalar_5 * g_cast, g_cast, exp_avg_sq_code_mul * exp_avg_sq_code_mul)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -853,24 +853,24 @@ def adamw_float16_amsgrad_tile(
     p_error = p - p_weight
     p_error = tl.where(p_error == p_error, p_error, 0.0)
     p_biased = tl.maximum(p_weight.to(tl.int32, bitcast=True) >> 23 & 255, 113)
-    g_sub = 0 - (p_biased + -138)
-    part = g_sub >> 1
-    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (g_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    p_biased_sub = 0 - (p_biased - 138)
+    part = p_biased_sub >> 1
+    p_units = 127.0 * tl.minimum(tl.maximum(p_error * (part + 127 << 23).to(tl.float32, bitcast=True) * (p_biased_sub - part + 127 << 23).to(tl.float32, bitcast=True), -1.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     p_size = tl.floor(tl.abs(p_units) + 0.5)
     p_code = tl.where(p_units < 0.0, -1.0 * p_size, p_size).to(tl.int32)
     put(weight_low_ptr, at, (p_code + 128).to(tl.uint8), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_scale = tl.maximum(exp_avg_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale.to(tl.float16), live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    g_mul = 254.0 * g_rcp
-    put(exp_avg_ptr, at, (tl.floor(tl.fma(g_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(g_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_scale_mul = 254.0 * exp_avg_scale_rcp
+    put(exp_avg_ptr, at, (tl.floor(tl.fma(exp_avg_scale_mul[:, None], exp_avg * reciprocal(1.0 + tl.abs(exp_avg_scale_rcp[:, None] * exp_avg)), 0.5)).to(tl.int32) + 128).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     exp_avg_sq_scale = tl.maximum(exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale.to(tl.float16), live_block, MASKED)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_scale)
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
+    exp_avg_sq_scale_mul = 255.0 * inverse(exp_avg_sq_scale)
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_scale_mul[:, None], exp_avg_sq_value, 0.5).to(tl.int32).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
     max_exp_avg_sq_scale = tl.maximum(max_exp_avg_sq_top.to(tl.float32, bitcast=True), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale.to(tl.float16), live_block, MASKED)

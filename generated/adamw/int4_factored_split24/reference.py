@@ -95,8 +95,8 @@ def adamw_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -124,22 +124,22 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -208,8 +208,8 @@ def adamw_float32_vector(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -221,7 +221,7 @@ def adamw_float32_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -233,57 +233,55 @@ def adamw_float32_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
@@ -370,11 +368,11 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -401,24 +399,24 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -457,7 +455,7 @@ def adamw_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -470,15 +468,15 @@ def adamw_bfloat16_small(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -506,11 +504,11 @@ def adamw_bfloat16_vector(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -522,7 +520,7 @@ def adamw_bfloat16_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -534,59 +532,57 @@ def adamw_bfloat16_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -677,14 +673,14 @@ def adamw_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -712,35 +708,35 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -782,10 +778,10 @@ def adamw_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -799,25 +795,25 @@ def adamw_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -849,14 +845,14 @@ def adamw_float16_vector(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -868,7 +864,7 @@ def adamw_float16_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -880,71 +876,69 @@ def adamw_float16_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1056,8 +1050,8 @@ def adamw_float32_amsgrad(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1093,22 +1087,22 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise >> 20 & 0xfff) >> 12 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -1187,8 +1181,8 @@ def adamw_float32_amsgrad_vector(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1200,7 +1194,7 @@ def adamw_float32_amsgrad_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -1214,7 +1208,7 @@ def adamw_float32_amsgrad_vector(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -1224,73 +1218,71 @@ def adamw_float32_amsgrad_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12 & 15).to(torch.uint8), 4)
@@ -1403,11 +1395,11 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1442,24 +1434,24 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1502,7 +1494,7 @@ def adamw_bfloat16_amsgrad_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1519,15 +1511,15 @@ def adamw_bfloat16_amsgrad_small(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1556,11 +1548,11 @@ def adamw_bfloat16_amsgrad_vector(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1572,7 +1564,7 @@ def adamw_bfloat16_amsgrad_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -1586,7 +1578,7 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -1596,75 +1588,73 @@ def adamw_bfloat16_amsgrad_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1781,14 +1771,14 @@ def adamw_float16_amsgrad(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1824,35 +1814,35 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_value = exp_avg / sqrt(torch.maximum(exp_avg_sq_row_factor * exp_avg_sq_parts, exp_avg_sq_least_2))
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -1898,10 +1888,10 @@ def adamw_float16_amsgrad_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1919,25 +1909,25 @@ def adamw_float16_amsgrad_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1970,14 +1960,14 @@ def adamw_float16_amsgrad_vector(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1989,7 +1979,7 @@ def adamw_float16_amsgrad_vector(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2003,7 +1993,7 @@ def adamw_float16_amsgrad_vector(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -2013,87 +2003,85 @@ def adamw_float16_amsgrad_vector(
     # 4-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(16.5, exp_avg_sq_units.clamp(max=16).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_pattern = (exp_avg_exact + 3080.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -2121,8 +2109,8 @@ def adamw_float32_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2168,13 +2156,13 @@ def adamw_float32_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
@@ -2221,7 +2209,7 @@ def adamw_float32_vector_decode(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2230,8 +2218,8 @@ def adamw_float32_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2254,7 +2242,7 @@ def adamw_float32_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -2263,20 +2251,20 @@ def adamw_float32_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
@@ -2300,7 +2288,7 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
@@ -2308,8 +2296,8 @@ def adamw_bfloat16_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2331,7 +2319,7 @@ def adamw_bfloat16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     p_tensor = b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16))
     weight_low_tensor = b.flat(p_low)
@@ -2358,13 +2346,13 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "weight_low": weight_low_tensor,
@@ -2382,7 +2370,7 @@ def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -2398,7 +2386,7 @@ def adamw_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2418,13 +2406,13 @@ def adamw_bfloat16_vector_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2433,8 +2421,8 @@ def adamw_bfloat16_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2456,10 +2444,10 @@ def adamw_bfloat16_vector_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -2468,20 +2456,20 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2509,10 +2497,10 @@ def adamw_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
@@ -2520,8 +2508,8 @@ def adamw_float16_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2544,16 +2532,16 @@ def adamw_float16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     p_tensor = b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -2581,13 +2569,13 @@ def adamw_float16_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "weight_low": weight_low_tensor,
@@ -2608,10 +2596,10 @@ def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -2628,16 +2616,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2661,16 +2649,16 @@ def adamw_float16_vector_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2679,8 +2667,8 @@ def adamw_float16_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2703,20 +2691,20 @@ def adamw_float16_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -2725,20 +2713,20 @@ def adamw_float16_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
@@ -2770,8 +2758,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2839,13 +2827,13 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
@@ -2899,7 +2887,7 @@ def adamw_float32_amsgrad_vector_decode(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2908,8 +2896,8 @@ def adamw_float32_amsgrad_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -2923,7 +2911,7 @@ def adamw_float32_amsgrad_vector_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -2946,7 +2934,7 @@ def adamw_float32_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -2955,32 +2943,32 @@ def adamw_float32_amsgrad_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
@@ -3009,7 +2997,7 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
@@ -3017,8 +3005,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -3047,7 +3035,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     p_tensor = b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16))
     weight_low_tensor = b.flat(p_low)
@@ -3089,13 +3077,13 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "weight_low": weight_low_tensor,
@@ -3117,7 +3105,7 @@ def adamw_bfloat16_amsgrad_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -3136,7 +3124,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -3157,13 +3145,13 @@ def adamw_bfloat16_amsgrad_vector_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -3172,8 +3160,8 @@ def adamw_bfloat16_amsgrad_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -3187,7 +3175,7 @@ def adamw_bfloat16_amsgrad_vector_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -3209,10 +3197,10 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -3221,32 +3209,32 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -3279,10 +3267,10 @@ def adamw_float16_amsgrad_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_row = b.spread(exp_avg_sq_row_tensor)
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
@@ -3290,8 +3278,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq = torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -3321,16 +3309,16 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     p_tensor = b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -3373,13 +3361,13 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_sq_col = b.spread(exp_avg_sq_col_tensor)
     exp_avg_sq_least = b.spread(exp_avg_sq_least_tensor)
     exp_avg_value = in_exp_avg / sqrt(torch.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_least))
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     return {
         "p": p_tensor,
         "weight_low": weight_low_tensor,
@@ -3404,10 +3392,10 @@ def adamw_float16_amsgrad_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -3427,16 +3415,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -3461,16 +3449,16 @@ def adamw_float16_amsgrad_vector_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -3479,8 +3467,8 @@ def adamw_float16_amsgrad_vector_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -3494,7 +3482,7 @@ def adamw_float16_amsgrad_vector_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(torch.int32)
@@ -3517,20 +3505,20 @@ def adamw_float16_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
@@ -3539,32 +3527,32 @@ def adamw_float16_amsgrad_vector_encode(values):
     exp_avg_sq_cells = quotient(16.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.047619047619047616)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.09523809523809523
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.047619047619047616)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=16)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(16.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),

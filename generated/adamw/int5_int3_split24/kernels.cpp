@@ -59,25 +59,25 @@ struct adamw_float32 {
         unpack<1>(exp_avg_sq_high_at, exp_avg_sq_high_packed, BLOCK * blocks);
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -87,11 +87,11 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -103,7 +103,8 @@ struct adamw_float32 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -111,12 +112,12 @@ struct adamw_float32 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F p = load(p_at + i);
@@ -124,16 +125,16 @@ struct adamw_float32 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_3);
@@ -144,11 +145,11 @@ struct adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
         }
@@ -158,17 +159,18 @@ struct adamw_float32 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F g_sqrt = load(g_sqrt_kept + i);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(g_sqrt)) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -180,11 +182,11 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -196,14 +198,15 @@ struct adamw_float32 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -304,24 +307,24 @@ struct adamw_bfloat16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -331,11 +334,11 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -349,7 +352,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -357,12 +361,12 @@ struct adamw_bfloat16 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
@@ -370,14 +374,14 @@ struct adamw_bfloat16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -385,17 +389,18 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -404,11 +409,11 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
         }
@@ -418,17 +423,18 @@ struct adamw_bfloat16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F g_sqrt = load(g_sqrt_kept + i);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(g_sqrt)) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -440,11 +446,11 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -455,14 +461,15 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -506,12 +513,12 @@ struct adamw_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -526,11 +533,11 @@ struct adamw_bfloat16_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -538,7 +545,7 @@ struct adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -589,24 +596,24 @@ struct adamw_float16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -616,11 +623,11 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -634,7 +641,8 @@ struct adamw_float16 {
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -642,12 +650,12 @@ struct adamw_float16 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const F g_cast = g_stored;
@@ -655,14 +663,14 @@ struct adamw_float16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -670,36 +678,37 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -709,11 +718,11 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
         }
@@ -723,17 +732,18 @@ struct adamw_float16 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F g_sqrt = load(g_sqrt_kept + i);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(g_sqrt)) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -745,11 +755,11 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -760,14 +770,15 @@ struct adamw_float16 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -811,12 +822,12 @@ struct adamw_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -833,13 +844,13 @@ struct adamw_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -848,21 +859,21 @@ struct adamw_float16_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -922,26 +933,26 @@ struct adamw_float32_amsgrad {
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_peak_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -951,14 +962,14 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const I16 max_exp_avg_sq_peak = raw(max_exp_avg_sq_peak_at + b);
             const I max_exp_avg_sq_top = to_int(max_exp_avg_sq_peak);
-            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
@@ -973,7 +984,8 @@ struct adamw_float32_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -981,17 +993,17 @@ struct adamw_float32_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 2995931);
+                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
@@ -1003,21 +1015,21 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_peak_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_peak_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(noise_kept + i, noise);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_peak_sqrt_kept + i, max_exp_avg_sq_peak_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(p_at + i, p_3);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -1029,19 +1041,19 @@ struct adamw_float32_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
-            const I max_exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block_2));
-            const I max_exp_avg_sq_peak_add = max_exp_avg_sq_largest + -536870912;
-            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_peak_add) * 3.337860619012645e-07f;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
+            const I max_exp_avg_sq_largest_add = max_exp_avg_sq_largest - 0x20000000;
+            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_largest_add) * 3.337860619012645e-07f;
             const I max_exp_avg_sq_point = to_int(max_exp_avg_sq_place);
-            const I max_exp_avg_sq_rest = max_exp_avg_sq_peak_add - max_exp_avg_sq_point * 2995931;
-            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(1498330 < max_exp_avg_sq_rest);
+            const I max_exp_avg_sq_rest = max_exp_avg_sq_largest_add - max_exp_avg_sq_point * 0x2db6db;
+            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(0x16dcda < max_exp_avg_sq_rest);
             const I max_exp_avg_sq_top_2 = max(I(7), max_exp_avg_sq_point_2);
-            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(max_exp_avg_sq_start_2_kept + b, max_exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
@@ -1053,17 +1065,18 @@ struct adamw_float32_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), exp_avg_sq_pattern) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -1074,11 +1087,12 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) + -1262485504;
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
@@ -1089,11 +1103,11 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1107,14 +1121,15 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -1231,7 +1246,7 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_peak_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1240,19 +1255,19 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1262,14 +1277,14 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const I16 max_exp_avg_sq_peak = raw(max_exp_avg_sq_peak_at + b);
             const I max_exp_avg_sq_top = to_int(max_exp_avg_sq_peak);
-            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
@@ -1286,7 +1301,8 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1294,17 +1310,17 @@ struct adamw_bfloat16_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 2995931);
+                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
@@ -1316,16 +1332,16 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_peak_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_peak_sqrt_kept + i, max_exp_avg_sq_peak_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
@@ -1335,17 +1351,18 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_peak_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1356,19 +1373,19 @@ struct adamw_bfloat16_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
-            const I max_exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block_2));
-            const I max_exp_avg_sq_peak_add = max_exp_avg_sq_largest + -536870912;
-            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_peak_add) * 3.337860619012645e-07f;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
+            const I max_exp_avg_sq_largest_add = max_exp_avg_sq_largest - 0x20000000;
+            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_largest_add) * 3.337860619012645e-07f;
             const I max_exp_avg_sq_point = to_int(max_exp_avg_sq_place);
-            const I max_exp_avg_sq_rest = max_exp_avg_sq_peak_add - max_exp_avg_sq_point * 2995931;
-            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(1498330 < max_exp_avg_sq_rest);
+            const I max_exp_avg_sq_rest = max_exp_avg_sq_largest_add - max_exp_avg_sq_point * 0x2db6db;
+            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(0x16dcda < max_exp_avg_sq_rest);
             const I max_exp_avg_sq_top_2 = max(I(7), max_exp_avg_sq_point_2);
-            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(max_exp_avg_sq_start_2_kept + b, max_exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
@@ -1380,17 +1397,18 @@ struct adamw_bfloat16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), exp_avg_sq_pattern) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -1401,11 +1419,12 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) + -1262485504;
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
@@ -1416,11 +1435,11 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1433,14 +1452,15 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -1489,12 +1509,12 @@ struct adamw_bfloat16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1510,13 +1530,13 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1524,7 +1544,7 @@ struct adamw_bfloat16_amsgrad_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1583,7 +1603,7 @@ struct adamw_float16_amsgrad {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_peak_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1592,19 +1612,19 @@ struct adamw_float16_amsgrad {
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_start_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1614,14 +1634,14 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_peak = raw(exp_avg_sq_peak_at + b);
             const I exp_avg_sq_top = to_int(exp_avg_sq_peak);
-            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I exp_avg_sq_start = where(exp_avg_sq_top == 0, I(0), (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const I16 max_exp_avg_sq_peak = raw(max_exp_avg_sq_peak_at + b);
             const I max_exp_avg_sq_top = to_int(max_exp_avg_sq_peak);
-            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top + -7) * 2995931 + 536870912);
+            const I max_exp_avg_sq_start = where(max_exp_avg_sq_top == 0, I(0), (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_start_kept + b, exp_avg_sq_start);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
@@ -1638,7 +1658,8 @@ struct adamw_float16_amsgrad {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1646,17 +1667,17 @@ struct adamw_float16_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
                 const I exp_avg_sq_code_2 = to_int(exp_avg_sq_code) | exp_avg_sq_piece << 2;
-                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 2995931);
+                const F exp_avg_sq_value = as_float(exp_avg_sq_start + exp_avg_sq_code_2 * 0x2db6db);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const U8 max_exp_avg_sq_high_code = raw(max_exp_avg_sq_high_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_high_code);
                 const I max_exp_avg_sq_code_2 = to_int(max_exp_avg_sq_code) | max_exp_avg_sq_piece << 2;
-                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 2995931);
+                const F max_exp_avg_sq_value = as_float(max_exp_avg_sq_start + max_exp_avg_sq_code_2 * 0x2db6db);
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
                 const F max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value;
                 // 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
@@ -1668,16 +1689,16 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_peak_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_peak_sqrt_kept + i, max_exp_avg_sq_peak_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
@@ -1687,36 +1708,37 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_peak_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1728,19 +1750,19 @@ struct adamw_float16_amsgrad {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest + -536870912), 3.337860619012645e-07f, 0.0009765625f)));
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
-            const I max_exp_avg_sq_largest = min(I(1599228196), max(I(536870912), largest_of_block_2));
-            const I max_exp_avg_sq_peak_add = max_exp_avg_sq_largest + -536870912;
-            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_peak_add) * 3.337860619012645e-07f;
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
+            const I max_exp_avg_sq_largest_add = max_exp_avg_sq_largest - 0x20000000;
+            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_largest_add) * 3.337860619012645e-07f;
             const I max_exp_avg_sq_point = to_int(max_exp_avg_sq_place);
-            const I max_exp_avg_sq_rest = max_exp_avg_sq_peak_add - max_exp_avg_sq_point * 2995931;
-            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(1498330 < max_exp_avg_sq_rest);
+            const I max_exp_avg_sq_rest = max_exp_avg_sq_largest_add - max_exp_avg_sq_point * 0x2db6db;
+            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(0x16dcda < max_exp_avg_sq_rest);
             const I max_exp_avg_sq_top_2 = max(I(7), max_exp_avg_sq_point_2);
-            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 + -7) * 2995931 + 536870912;
+            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
             store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
             store(max_exp_avg_sq_start_2_kept + b, max_exp_avg_sq_start_2);
             store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
@@ -1752,17 +1774,18 @@ struct adamw_float16_amsgrad {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const I noise = load(noise_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), exp_avg_sq_pattern) - exp_avg_sq_start_2));
+                const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
                 const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
-                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 2995931);
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_3);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -1773,11 +1796,12 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
-                const F max_exp_avg_sq_peak_sqrt = load(max_exp_avg_sq_peak_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(1599228196), bits(max_exp_avg_sq_peak_sqrt)) - max_exp_avg_sq_start_2));
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
                 const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) + -1262485504;
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
                 store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
@@ -1788,11 +1812,11 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1805,14 +1829,15 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr >> 4;
-                store(exp_avg_at + i, g_shr);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -1861,12 +1886,12 @@ struct adamw_float16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1884,13 +1909,13 @@ struct adamw_float16_amsgrad_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -1901,21 +1926,21 @@ struct adamw_float16_amsgrad_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -39,8 +39,8 @@ def adamw_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -51,12 +51,12 @@ def adamw_float32(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g = b.elements(g_tensor).to(torch.float32)
@@ -64,46 +64,45 @@ def adamw_float32(
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_peak_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_sq_pattern = exp_avg_sq_peak_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -164,11 +163,11 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -179,12 +178,12 @@ def adamw_bfloat16(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g_stored = b.elements(g_tensor)
@@ -192,49 +191,48 @@ def adamw_bfloat16(
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_peak_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_peak_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -261,7 +259,7 @@ def adamw_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -274,15 +272,15 @@ def adamw_bfloat16_small(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -313,14 +311,14 @@ def adamw_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -331,12 +329,12 @@ def adamw_float16(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g_stored = b.elements(g_tensor)
@@ -344,61 +342,60 @@ def adamw_float16(
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                          # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                  # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_peak_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_peak_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -428,10 +425,10 @@ def adamw_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -445,25 +442,25 @@ def adamw_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -492,8 +489,8 @@ def adamw_float32_amsgrad(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -504,86 +501,84 @@ def adamw_float32_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                              # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
-    max_exp_avg_sq_pattern = max_exp_avg_sq_peak_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    max_exp_avg_sq_peak_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = max_exp_avg_sq_peak_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = max_exp_avg_sq_peak_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -653,11 +648,11 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -668,89 +663,87 @@ def adamw_bfloat16_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                              # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
-    max_exp_avg_sq_pattern = max_exp_avg_sq_peak_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    max_exp_avg_sq_peak_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = max_exp_avg_sq_peak_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = max_exp_avg_sq_peak_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -780,7 +773,7 @@ def adamw_bfloat16_amsgrad_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -797,15 +790,15 @@ def adamw_bfloat16_amsgrad_small(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -838,14 +831,14 @@ def adamw_float16_amsgrad(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -856,101 +849,99 @@ def adamw_float16_amsgrad(
     exp_avg_value = exp_avg_scale * (exp_avg_code / (22.5 - exp_avg_bend))
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 5-bit signed blocks of 64: relative, softsign(0.5), ue8m8 scale, stochastic
     exp_avg = exp_avg_value * exp_avg_sq_value
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                              # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_peak_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_peak_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    exp_avg_sq_place = (exp_avg_sq_largest - 536870912).to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_place = (exp_avg_sq_largest - 0x20000000).to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = (-(0.0009765625 - exp_avg_sq_place).floor()).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
-    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
-    max_exp_avg_sq_pattern = max_exp_avg_sq_peak_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    max_exp_avg_sq_peak_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = max_exp_avg_sq_peak_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = max_exp_avg_sq_peak_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 3).to(torch.uint8), 2)
@@ -983,10 +974,10 @@ def adamw_float16_amsgrad_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1004,25 +995,25 @@ def adamw_float16_amsgrad_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1041,18 +1032,18 @@ def adamw_float32_decode(
     p = b.elements(p_tensor)
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1077,31 +1068,31 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1146,21 +1137,21 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1184,35 +1175,35 @@ def adamw_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1228,7 +1219,7 @@ def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1244,7 +1235,7 @@ def adamw_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1267,24 +1258,24 @@ def adamw_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1309,45 +1300,45 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1366,10 +1357,10 @@ def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1386,16 +1377,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1416,18 +1407,18 @@ def adamw_float32_amsgrad_decode(
     p = b.elements(p_tensor)
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1440,12 +1431,12 @@ def adamw_float32_amsgrad_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1464,44 +1455,44 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_max_exp_avg_sq_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = in_max_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = in_max_exp_avg_sq_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1554,21 +1545,21 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1581,12 +1572,12 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1604,48 +1595,48 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_max_exp_avg_sq_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = in_max_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = in_max_exp_avg_sq_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1666,7 +1657,7 @@ def adamw_bfloat16_amsgrad_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -1685,7 +1676,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1710,24 +1701,24 @@ def adamw_float16_amsgrad_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_peak = b.per_block(exp_avg_sq_peak_tensor)
     exp_avg_sq_top = exp_avg_sq_peak.to(torch.int32)
-    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 2995931 + 536870912)
+    exp_avg_sq_start = torch.where(exp_avg_sq_top == 0, 0, (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 2)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
     exp_avg_sq_piece = exp_avg_sq_high_code.to(torch.int32)
     exp_avg_sq_code = exp_avg_sq_code.to(torch.int32) | exp_avg_sq_piece << 2
-    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 2995931).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start + exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1740,12 +1731,12 @@ def adamw_float16_amsgrad_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     max_exp_avg_sq_peak = b.per_block(max_exp_avg_sq_peak_tensor)
     max_exp_avg_sq_top = max_exp_avg_sq_peak.to(torch.int32)
-    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 2995931 + 536870912)
+    max_exp_avg_sq_start = torch.where(max_exp_avg_sq_top == 0, 0, (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 2)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
     max_exp_avg_sq_piece = max_exp_avg_sq_high_code.to(torch.int32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.to(torch.int32) | max_exp_avg_sq_piece << 2
-    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 2995931).view(torch.float32)
+    max_exp_avg_sq_value = (max_exp_avg_sq_start + max_exp_avg_sq_code * 0x2db6db).view(torch.float32)
     # 3-bit unsigned blocks of 64: sqrt to 2.5 octaves under the maximum, pseudo-log, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -1764,58 +1755,58 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_exp_avg_sq_sub = exp_avg_sq_largest - 536870912
-    exp_avg_sq_place = in_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    exp_avg_sq_largest_sub = exp_avg_sq_largest - 0x20000000
+    exp_avg_sq_place = exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     exp_avg_sq_point = exp_avg_sq_place.floor().to(torch.int32)
-    exp_avg_sq_rest = in_exp_avg_sq_sub - exp_avg_sq_point * 2995931
-    exp_avg_sq_point = exp_avg_sq_point + (1498330 < exp_avg_sq_rest).to(torch.int32)
+    exp_avg_sq_rest = exp_avg_sq_largest_sub - exp_avg_sq_point * 0x2db6db
+    exp_avg_sq_point = exp_avg_sq_point + (0x16dcda < exp_avg_sq_rest).to(torch.int32)
     exp_avg_sq_top = exp_avg_sq_point.clamp(min=7)
-    exp_avg_sq_start = (exp_avg_sq_top - 7) * 2995931 + 536870912
-    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=1599228196) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     exp_avg_sq_code = exp_avg_sq_exact.round().to(torch.int32)
-    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 2995931).view(torch.float32)
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value = in_exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 2
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1599228196)
-    in_max_exp_avg_sq_sub = max_exp_avg_sq_largest - 536870912
-    max_exp_avg_sq_place = in_max_exp_avg_sq_sub.to(torch.float32) * 3.337860584906662e-07
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f524924)
+    max_exp_avg_sq_largest_sub = max_exp_avg_sq_largest - 0x20000000
+    max_exp_avg_sq_place = max_exp_avg_sq_largest_sub.to(torch.float32) * 3.337860584906662e-07
     max_exp_avg_sq_point = max_exp_avg_sq_place.floor().to(torch.int32)
-    max_exp_avg_sq_rest = in_max_exp_avg_sq_sub - max_exp_avg_sq_point * 2995931
-    max_exp_avg_sq_point = max_exp_avg_sq_point + (1498330 < max_exp_avg_sq_rest).to(torch.int32)
+    max_exp_avg_sq_rest = max_exp_avg_sq_largest_sub - max_exp_avg_sq_point * 0x2db6db
+    max_exp_avg_sq_point = max_exp_avg_sq_point + (0x16dcda < max_exp_avg_sq_rest).to(torch.int32)
     max_exp_avg_sq_top = max_exp_avg_sq_point.clamp(min=7)
-    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 2995931 + 536870912
-    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=1599228196) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
+    max_exp_avg_sq_start = (max_exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
+    max_exp_avg_sq_under = (max_exp_avg_sq_pattern.clamp(max=0x5f524924) - max_exp_avg_sq_start).clamp(min=0).to(torch.float32)
     max_exp_avg_sq_exact = (max_exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
     max_exp_avg_sq_code = max_exp_avg_sq_exact.round().to(torch.int32)
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 2
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 3).to(torch.uint8), 2),
@@ -1839,10 +1830,10 @@ def adamw_float16_amsgrad_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -1862,16 +1853,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

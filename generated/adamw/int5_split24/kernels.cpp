@@ -60,31 +60,31 @@ struct adamw_float32 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -94,14 +94,14 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -116,8 +116,9 @@ struct adamw_float32 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -125,7 +126,7 @@ struct adamw_float32 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -138,55 +139,55 @@ struct adamw_float32 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(exp_avg_kept + i, exp_avg);
                 store(p_at + i, p_3);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -194,25 +195,26 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -224,11 +226,11 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -240,14 +242,15 @@ struct adamw_float32 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -348,31 +351,31 @@ struct adamw_bfloat16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -382,14 +385,14 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -406,8 +409,9 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -415,7 +419,7 @@ struct adamw_bfloat16 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -428,34 +432,35 @@ struct adamw_bfloat16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -464,33 +469,33 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -498,25 +503,26 @@ struct adamw_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -528,11 +534,11 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -543,14 +549,15 @@ struct adamw_bfloat16 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -594,12 +601,12 @@ struct adamw_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -614,11 +621,11 @@ struct adamw_bfloat16_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -626,7 +633,7 @@ struct adamw_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -677,31 +684,31 @@ struct adamw_float16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -711,14 +718,14 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -735,8 +742,9 @@ struct adamw_float16 {
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -744,7 +752,7 @@ struct adamw_float16 {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -757,53 +765,54 @@ struct adamw_float16 {
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_3 / fma(-0.5f, abs(exp_avg_code_3), 22.5f) * exp_avg_sq_value));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(g_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -813,33 +822,33 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
@@ -847,25 +856,26 @@ struct adamw_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -877,11 +887,11 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -892,14 +902,15 @@ struct adamw_float16 {
             fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -943,12 +954,12 @@ struct adamw_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -965,13 +976,13 @@ struct adamw_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -980,21 +991,21 @@ struct adamw_float16_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -1054,37 +1065,37 @@ struct adamw_float32_amsgrad {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_range_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1094,21 +1105,21 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step_2 >> 1);
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1127,10 +1138,11 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1138,7 +1150,7 @@ struct adamw_float32_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -1160,27 +1172,27 @@ struct adamw_float32_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g, g, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;                     // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(p_at + i, p_3);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
         }
@@ -1188,49 +1200,49 @@ struct adamw_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block_2));
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block >> 22;
             const I max_exp_avg_sq_units = min(I(32), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
             const I max_exp_avg_sq_cells_2 = to_int(32.5f / to_float(max_exp_avg_sq_units));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
+            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
             store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
@@ -1239,32 +1251,33 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
+            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 const I max_exp_avg_sq_code_3 = lshr(max_exp_avg_sq_position, 24);
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -1278,11 +1291,11 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1296,14 +1309,15 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -1420,7 +1434,7 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_range_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1429,30 +1443,30 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1462,21 +1476,21 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step_2 >> 1);
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1497,10 +1511,11 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1508,7 +1523,7 @@ struct adamw_bfloat16_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -1530,40 +1545,41 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1572,49 +1588,49 @@ struct adamw_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block_2));
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block >> 22;
             const I max_exp_avg_sq_units = min(I(32), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
             const I max_exp_avg_sq_cells_2 = to_int(32.5f / to_float(max_exp_avg_sq_units));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
+            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
             store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
@@ -1623,32 +1639,33 @@ struct adamw_bfloat16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
+            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 const I max_exp_avg_sq_code_3 = lshr(max_exp_avg_sq_position, 24);
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -1662,11 +1679,11 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -1679,14 +1696,15 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -1735,12 +1753,12 @@ struct adamw_bfloat16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1756,13 +1774,13 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -1770,7 +1788,7 @@ struct adamw_bfloat16_amsgrad_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1829,7 +1847,7 @@ struct adamw_float16_amsgrad {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float max_exp_avg_sq_range_sqrt_kept[TILE];
+        alignas(64) float max_exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) int32_t exp_avg_sq_pattern_kept[TILE];
         alignas(64) float exp_avg_value_kept[TILE];
@@ -1838,30 +1856,30 @@ struct adamw_float16_amsgrad {
         alignas(64) int32_t max_exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_step_2_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_5_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_start_kept[TILE / BLOCK];
-        alignas(64) int32_t max_exp_avg_sq_range_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t max_exp_avg_sq_start_sub_kept[TILE / BLOCK];
         alignas(64) int32_t max_exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
-        I g_block_min_kept[TILE / BLOCK];
+        I exp_avg_sq_pattern_block_min_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1871,21 +1889,21 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(1), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_2 = exp_avg_sq_step << 1;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step_2 >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 max_exp_avg_sq_range = raw(max_exp_avg_sq_range_at + b);
             const I max_exp_avg_sq_header = to_int(max_exp_avg_sq_range);
             const I max_exp_avg_sq_cells = max(I(1), max_exp_avg_sq_header & 255);
-            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) + -1262485504;
+            const I max_exp_avg_sq_step = bits(fma(2097152.0f, 1.0f / to_float(max_exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
             const I max_exp_avg_sq_step_2 = max_exp_avg_sq_step << 1;
-            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step_2 >> 1);
+            const I max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step_2 >> 1);
             const I max_exp_avg_sq_middle_2 = where(max_exp_avg_sq_header == 0, I(0), max_exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1906,10 +1924,11 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_step_2(max_exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
-            I g_block_min(INT32_MAX);
+            I exp_avg_sq_pattern_block_min(INT32_MAX);
             I largest_of_block_2(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1917,7 +1936,7 @@ struct adamw_float16_amsgrad {
                 const U8 exp_avg_high_code = raw(exp_avg_high_at + i);
                 const I exp_avg_piece = to_int(exp_avg_high_code);
                 const I exp_avg_code_2 = to_int(exp_avg_code) | exp_avg_piece << 4;
-                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 1258291200) - 8388624.0f;
+                const F exp_avg_code_3 = as_float(exp_avg_code_2 | 0x4b000000) - 8388624.0f;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const U8 exp_avg_sq_high_code = raw(exp_avg_sq_high_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_high_code);
@@ -1939,59 +1958,60 @@ struct adamw_float16_amsgrad {
                 const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-                const F max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq_2);
+                const F max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq_2);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_range_sqrt);
+                const I max_exp_avg_sq_pattern = bits(max_exp_avg_sq_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
-                g_block_min = smaller<RAGGED>(g_block_min, exp_avg_sq_pattern, i, end);
+                exp_avg_sq_pattern_block_min = smaller<RAGGED>(exp_avg_sq_pattern_block_min, exp_avg_sq_pattern, i, end);
                 largest_of_block_2 = larger<RAGGED>(largest_of_block_2, max_exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, max_exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(max_exp_avg_sq_range_sqrt_kept + i, max_exp_avg_sq_range_sqrt);
+                store(max_exp_avg_sq_sqrt_kept + i, max_exp_avg_sq_sqrt);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
             }
             largest_of_block_kept[b] = largest_of_block;
-            g_block_min_kept[b] = g_block_min;
+            exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
             largest_of_block_2_kept[b] = largest_of_block_2;
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_range_sqrt, scalar_3, scalar_4), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -2001,49 +2021,49 @@ struct adamw_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const I g_block_min = smallest(g_block_min_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + b);
-            const I exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), g_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) + -1262485504;
+            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
             const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = g_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
             const I exp_avg_sq_units_2 = min(I(32), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_cells_2 = to_int(32.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) + -1262485504;
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
             const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I g_shr = exp_avg_sq_step_5 >> 1;
-            const I g_add = exp_avg_sq_start + g_shr;
-            const I exp_avg_sq_half = g_shr + 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1600126974 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add_2 = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I max_exp_avg_sq_largest = min(I(1600126974), max(I(536870912), largest_of_block_2));
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I max_exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block_2));
             const I max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1;
             const I max_exp_avg_sq_below = smallest_of_block >> 22;
             const I max_exp_avg_sq_units = min(I(32), max(I(1), max_exp_avg_sq_above - max(I(128), max_exp_avg_sq_below)));
             const I max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units;
             const I max_exp_avg_sq_start = max_exp_avg_sq_first << 22;
-            const I max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start;
+            const I max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start;
             const I max_exp_avg_sq_cells_2 = to_int(32.5f / to_float(max_exp_avg_sq_units));
             const I max_exp_avg_sq_scale = max_exp_avg_sq_cells_2 << 2;
-            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first + -128 << 8 | max_exp_avg_sq_cells_2;
-            store(g_add_2_kept + b, g_add_2);
+            const I max_exp_avg_sq_header_2 = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_add_kept + b, g_add);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
             store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
             store(max_exp_avg_sq_start_kept + b, max_exp_avg_sq_start);
-            store(max_exp_avg_sq_range_sub_kept + b, max_exp_avg_sq_range_sub);
+            store(max_exp_avg_sq_start_sub_kept + b, max_exp_avg_sq_start_sub);
             store(max_exp_avg_sq_scale_kept + b, max_exp_avg_sq_scale);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
@@ -2052,32 +2072,33 @@ struct adamw_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I g_add_2(g_add_2_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const I exp_avg_sq_start_add(exp_avg_sq_start_add_kept[b]);
             const I exp_avg_sq_step_5(exp_avg_sq_step_5_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
-            const I max_exp_avg_sq_range_sub(max_exp_avg_sq_range_sub_kept[b]);
+            const I max_exp_avg_sq_start_sub(max_exp_avg_sq_start_sub_kept[b]);
             const I max_exp_avg_sq_scale(max_exp_avg_sq_scale_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_range_sqrt = load(max_exp_avg_sq_range_sqrt_kept + i);
-                const I exp_avg_sq_offset = lshr(noise, 8) + g_add_2;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_sq_offset = lshr(noise, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 const I exp_avg_sq_code_3 = lshr(exp_avg_sq_position, 24);
-                const F exp_avg_sq_value_2 = as_float(g_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
+                const F exp_avg_sq_value_2 = as_float(exp_avg_sq_start_add + exp_avg_sq_code_3 * exp_avg_sq_step_5);
                 const F exp_avg_value = exp_avg / exp_avg_sq_value_2;
-                const F g_abs = abs(exp_avg_value);
+                const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 4;
-                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_range_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_range_sub)) * max_exp_avg_sq_scale;
+                const I max_exp_avg_sq_position = max(I(0), min(bits(max_exp_avg_sq_sqrt) - max_exp_avg_sq_start, max_exp_avg_sq_start_sub)) * max_exp_avg_sq_scale;
                 const I max_exp_avg_sq_code_3 = lshr(max_exp_avg_sq_position, 24);
                 const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 4;
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_value_abs), i, end);
                 store(exp_avg_value_kept + i, exp_avg_value);
                 store(exp_avg_sq_at + i, exp_avg_sq_position >> 24);
                 store(exp_avg_sq_high_at + i, exp_avg_sq_piece_2);
@@ -2091,11 +2112,11 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg_value = load(exp_avg_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.04444444552063942f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -2108,14 +2129,15 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_value = load(exp_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), g_mul), 3088.0f));
-                const I g_shr_2 = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
-                const I exp_avg_piece_2 = g_shr_2 >> 4;
-                store(exp_avg_at + i, g_shr_2);
+                const I exp_avg_pattern = bits(fma(exp_avg_value, 1.0f / fma(0.02222222276031971f, abs(exp_avg_value), exp_avg_divisor_mul), 3088.0f));
+                const I exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12;
+                const I exp_avg_piece_2 = exp_avg_pattern_shr >> 4;
+                store(exp_avg_at + i, exp_avg_pattern_shr);
                 store(exp_avg_high_at + i, exp_avg_piece_2);
             }
         }
@@ -2164,12 +2186,12 @@ struct adamw_float16_amsgrad_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2187,13 +2209,13 @@ struct adamw_float16_amsgrad_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -2204,21 +2226,21 @@ struct adamw_float16_amsgrad_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -39,8 +39,8 @@ def adamw_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -54,7 +54,7 @@ def adamw_float32(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -68,64 +68,62 @@ def adamw_float32(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -186,11 +184,11 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -204,7 +202,7 @@ def adamw_bfloat16(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -218,67 +216,65 @@ def adamw_bfloat16(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -305,7 +301,7 @@ def adamw_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -318,15 +314,15 @@ def adamw_bfloat16_small(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -357,14 +353,14 @@ def adamw_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -378,7 +374,7 @@ def adamw_float16(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -392,79 +388,77 @@ def adamw_float16(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                           # 30  p = decoupled(p, rate, weight_decay)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                   # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
+    p = p * one_minus_lr_times_weight_decay                     # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g             # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
-    # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -494,10 +488,10 @@ def adamw_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -511,25 +505,25 @@ def adamw_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -558,8 +552,8 @@ def adamw_float32_amsgrad(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -573,7 +567,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -589,7 +583,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -601,81 +595,79 @@ def adamw_float32_amsgrad(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, p)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -745,11 +737,11 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -763,7 +755,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -779,7 +771,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -791,84 +783,82 @@ def adamw_bfloat16_amsgrad(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -898,7 +888,7 @@ def adamw_bfloat16_amsgrad_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -915,15 +905,15 @@ def adamw_bfloat16_amsgrad_small(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -956,14 +946,14 @@ def adamw_float16_amsgrad(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -977,7 +967,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -993,7 +983,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -1005,96 +995,94 @@ def adamw_float16_amsgrad(
     # 5-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
-    p = p * one_minus_lr_times_weight_decay                               # 30  p = decoupled(p, rate, weight_decay)
-    # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * g
+    p = p * one_minus_lr_times_weight_decay                         # 30  p = decoupled(p, rate, weight_decay)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * g                 # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * g * g
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    max_exp_avg_sq_range_sqrt = sqrt(max_exp_avg_sq)
+    max_exp_avg_sq_sqrt = sqrt(max_exp_avg_sq)
     # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
-    denom = max_exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = max_exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom         # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(exp_avg_sq).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
-    exp_avg_sq_range_block_min = block_min(exp_avg_sq_pattern, b.live)
-    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_range_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
+    exp_avg_sq_pattern_block_min = block_min(exp_avg_sq_pattern, b.live)
+    exp_avg_sq_units = ((exp_avg_sq_largest >> 22) - (exp_avg_sq_pattern_block_min >> 22).clamp(min=128)).clamp(min=0) + 3
     exp_avg_sq_step = quotient(2097152.0, quotient(32.5, exp_avg_sq_units.clamp(max=32).to(torch.float32)).floor().to(torch.int32).clamp(max=255).to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_margin = (exp_avg_sq_step << 1 >> 1) + 1
     exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1
-    exp_avg_sq_below = exp_avg_sq_range_block_min - exp_avg_sq_margin >> 22
+    exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_range_shr = exp_avg_sq_step >> 1
-    exp_avg_sq_range_add = exp_avg_sq_start + exp_avg_sq_range_shr
-    exp_avg_sq_half = exp_avg_sq_range_shr + 1
+    exp_avg_sq_step_shr = exp_avg_sq_step >> 1
+    exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr
+    exp_avg_sq_half = exp_avg_sq_step_shr + 1
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1600126974 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.022222222222222223)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
     exp_avg_pattern = (exp_avg_exact + 3088.0).view(torch.int32)
-    exp_avg_scale_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
-    exp_avg_piece = exp_avg_scale_shr >> 4
+    exp_avg_pattern_shr = exp_avg_pattern + (noise >> 8 & 4095) >> 12
+    exp_avg_piece = exp_avg_pattern_shr >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
-    max_exp_avg_sq_pattern = max_exp_avg_sq_range_sqrt.view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_pattern = max_exp_avg_sq_sqrt.view(torch.int32)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    max_exp_avg_sq_range_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_range_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store_codes(exp_avg_tensor, (exp_avg_scale_shr & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_tensor, (exp_avg_pattern_shr & 15).to(torch.uint8), 4)
     b.store_codes(exp_avg_high_tensor, (exp_avg_piece & 1).to(torch.uint8), 1)
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4)
@@ -1127,10 +1115,10 @@ def adamw_float16_amsgrad_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1148,25 +1136,25 @@ def adamw_float16_amsgrad_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1188,7 +1176,7 @@ def adamw_float32_decode(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1199,8 +1187,8 @@ def adamw_float32_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1225,7 +1213,7 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1234,27 +1222,27 @@ def adamw_float32_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -1299,13 +1287,13 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1316,8 +1304,8 @@ def adamw_bfloat16_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1341,10 +1329,10 @@ def adamw_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1353,28 +1341,28 @@ def adamw_bfloat16_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -1390,7 +1378,7 @@ def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1406,7 +1394,7 @@ def adamw_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1429,16 +1417,16 @@ def adamw_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1449,8 +1437,8 @@ def adamw_float16_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1475,20 +1463,20 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1497,28 +1485,28 @@ def adamw_float16_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -1537,10 +1525,10 @@ def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1557,16 +1545,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1590,7 +1578,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1601,8 +1589,8 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1618,7 +1606,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -1643,7 +1631,7 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1652,41 +1640,41 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -1739,13 +1727,13 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1756,8 +1744,8 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1773,7 +1761,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -1797,10 +1785,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1809,42 +1797,42 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -1865,7 +1853,7 @@ def adamw_bfloat16_amsgrad_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -1884,7 +1872,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1909,16 +1897,16 @@ def adamw_float16_amsgrad_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=1)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.codes(exp_avg_sq_tensor, 4)
     exp_avg_sq_high_code = b.codes(exp_avg_sq_high_tensor, 1)
@@ -1929,8 +1917,8 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.codes(exp_avg_tensor, 4)
     exp_avg_high_code = b.codes(exp_avg_high_tensor, 1)
     exp_avg_piece = exp_avg_high_code.to(torch.int32)
@@ -1946,7 +1934,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_cells = (max_exp_avg_sq_header & 255).clamp(min=1)
     max_exp_avg_sq_step = quotient(2097152.0, max_exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     max_exp_avg_sq_step = max_exp_avg_sq_step << 1
-    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 65280) << 14) + 536870912 + (max_exp_avg_sq_step >> 1)
+    max_exp_avg_sq_middle = ((max_exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (max_exp_avg_sq_step >> 1)
     max_exp_avg_sq_middle = torch.where(max_exp_avg_sq_header == 0, 0, max_exp_avg_sq_middle)
     max_exp_avg_sq_code = b.codes(max_exp_avg_sq_tensor, 4)
     max_exp_avg_sq_high_code = b.codes(max_exp_avg_sq_high_tensor, 1)
@@ -1971,20 +1959,20 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
@@ -1993,42 +1981,42 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_sq_cells = quotient(32.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(2097152.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
     exp_avg_sq_step = exp_avg_sq_step << 1
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1600126974 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f5ffffe - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.022222222222222223)
-    in_exp_avg_add = exp_avg_exact.round().to(torch.int32) + 16
-    exp_avg_piece = in_exp_avg_add >> 4
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.044444444444444446
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.022222222222222223)
+    exp_avg_exact_add = exp_avg_exact.round().to(torch.int32) + 16
+    exp_avg_piece = exp_avg_exact_add >> 4
     exp_avg_sq_piece = exp_avg_sq_code >> 4
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     max_exp_avg_sq_pattern = sqrt(in_max_exp_avg_sq + 0.0).view(torch.int32)
-    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1600126974)
+    max_exp_avg_sq_largest = block_max(max_exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f5ffffe)
     max_exp_avg_sq_above = (max_exp_avg_sq_largest >> 22) + 1
     max_exp_avg_sq_below = block_min(max_exp_avg_sq_pattern, b.live) >> 22
     max_exp_avg_sq_units = (max_exp_avg_sq_above - max_exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=32)
     max_exp_avg_sq_first = max_exp_avg_sq_above - max_exp_avg_sq_units
     max_exp_avg_sq_start = max_exp_avg_sq_first << 22
-    in_max_exp_avg_sq_sub = 1600126974 - max_exp_avg_sq_start
+    max_exp_avg_sq_start_sub = 0x5f5ffffe - max_exp_avg_sq_start
     max_exp_avg_sq_cells = quotient(32.5, max_exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     max_exp_avg_sq_scale = max_exp_avg_sq_cells << 2
-    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, in_max_exp_avg_sq_sub).clamp(min=0) * max_exp_avg_sq_scale
+    max_exp_avg_sq_position = torch.minimum(max_exp_avg_sq_pattern - max_exp_avg_sq_start, max_exp_avg_sq_start_sub).clamp(min=0) * max_exp_avg_sq_scale
     max_exp_avg_sq_code = max_exp_avg_sq_position >> 24 & 0xff
     max_exp_avg_sq_piece = max_exp_avg_sq_code >> 4
     max_exp_avg_sq_header = max_exp_avg_sq_first - 128 << 8 | max_exp_avg_sq_cells
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat_codes((in_exp_avg_add & 15).to(torch.uint8), 4),
+        "exp_avg": b.flat_codes((exp_avg_exact_add & 15).to(torch.uint8), 4),
         "exp_avg_high": b.flat_codes((exp_avg_piece & 1).to(torch.uint8), 1),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_position >> 24 & 15).to(torch.uint8), 4),
@@ -2052,10 +2040,10 @@ def adamw_float16_amsgrad_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -2075,16 +2063,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -53,8 +53,8 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -62,12 +62,12 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
@@ -88,7 +88,8 @@ struct adamw_float32 {
             const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -97,15 +98,15 @@ struct adamw_float32 {
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const F g_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F exp_avg_abs = abs(exp_avg);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -121,17 +122,17 @@ struct adamw_float32 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -140,13 +141,14 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -230,8 +232,8 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -239,12 +241,12 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
@@ -267,7 +269,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -276,12 +279,12 @@ struct adamw_bfloat16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F g_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F exp_avg_abs = abs(exp_avg);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -292,16 +295,17 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+                const I p_word = bits_or_nan(p_3) + 0x8080;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -313,17 +317,17 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -331,13 +335,14 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -374,16 +379,16 @@ struct adamw_bfloat16_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+            const I p_word = bits_or_nan(p_3) + 0x8080;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -427,8 +432,8 @@ struct adamw_float16 {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -436,12 +441,12 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale_2;
@@ -464,7 +469,8 @@ struct adamw_float16 {
             const I exp_avg_sq_scale_bitcast(exp_avg_sq_scale_bitcast_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
@@ -473,12 +479,12 @@ struct adamw_float16 {
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                const F g_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F exp_avg_abs = abs(exp_avg);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(exp_avg_sq_value_kept + i, exp_avg_sq_value);
@@ -489,33 +495,34 @@ struct adamw_float16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, nearest
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-                const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_normal_2 = min(I(0xf800000), p_magnitude - 0x37fffff0) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -528,17 +535,17 @@ struct adamw_float16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -546,13 +553,14 @@ struct adamw_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -591,13 +599,13 @@ struct adamw_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, nearest
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -606,16 +614,16 @@ struct adamw_float16_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_normal_2 = min(I(0xf800000), p_magnitude - 0x37fffff0) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -666,9 +674,9 @@ struct adamw_float32_amsgrad {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -677,20 +685,20 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
+            const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
@@ -718,31 +726,32 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F p = load(p_at + i);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_3 * g, g, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
                 const F p_2 = one_minus_lr_times_weight_decay * p;           // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -763,22 +772,22 @@ struct adamw_float32_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
-            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
+            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
+            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -788,16 +797,17 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -893,9 +903,9 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -904,20 +914,20 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
+            const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
@@ -947,28 +957,29 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -982,16 +993,17 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+                const I p_word = bits_or_nan(p_3) + 0x8080;
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1005,22 +1017,22 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
-            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
+            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
+            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -1029,16 +1041,17 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -1077,18 +1090,18 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, nearest
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
             // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
             const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq_2);
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 30  p = decoupled(p, rate, weight_decay)
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32896;
+            const I p_word = bits_or_nan(p_3) + 0x8080;
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1140,9 +1153,9 @@ struct adamw_float16_amsgrad {
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_bitcast_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
         I max_exp_avg_sq_top_kept[TILE / BLOCK];
@@ -1151,20 +1164,20 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 max_exp_avg_sq_scale = raw(max_exp_avg_sq_scale_at + b);
-            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 65535;
-            const I max_exp_avg_sq_scale_bits = min(I(1602224112), (max_exp_avg_sq_scale_and << 14) + 536870912);
-            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 65535, I(2143289344), max_exp_avg_sq_scale_bits);
+            const I max_exp_avg_sq_scale_and = to_int(max_exp_avg_sq_scale) & 0xffff;
+            const I max_exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (max_exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I max_exp_avg_sq_scale_bits_2 = where(max_exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), max_exp_avg_sq_scale_bits);
             const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_and == 0, I(0), max_exp_avg_sq_scale_bits_2));
             const F max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale_2;
             const F max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0f;
             const I max_exp_avg_sq_scale_bitcast = bits(max_exp_avg_sq_scale_mul * 0.4990234375f);
             const I16 exp_avg_sq_scale = raw(exp_avg_sq_scale_at + b);
-            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 65535;
-            const I exp_avg_sq_scale_bits = min(I(1602224112), (exp_avg_sq_scale_and << 14) + 536870912);
-            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 65535, I(2143289344), exp_avg_sq_scale_bits);
+            const I exp_avg_sq_scale_and = to_int(exp_avg_sq_scale) & 0xffff;
+            const I exp_avg_sq_scale_bits = min(I(0x5f7ffff0), (exp_avg_sq_scale_and << 14) + 0x20000000);
+            const I exp_avg_sq_scale_bits_2 = where(exp_avg_sq_scale_and == 0xffff, I(0x7fc00000), exp_avg_sq_scale_bits);
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_scale_and == 0, I(0), exp_avg_sq_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale_2;
@@ -1194,28 +1207,29 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
-                const F max_exp_avg_sq_bitcast = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
+                const F max_exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul, max_exp_avg_sq_scale_mul_2)), max_exp_avg_sq_scale_bitcast));
                 // 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-                const F max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast;
+                const F max_exp_avg_sq = max_exp_avg_sq_scale_bitcast_2 * max_exp_avg_sq_scale_bitcast_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const F g_cast = g_stored;
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
                 const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
-                const F exp_avg_sq_bitcast = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
+                const F exp_avg_sq_scale_bitcast_2 = as_float(max(bits(fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul, exp_avg_sq_scale_mul_2)), exp_avg_sq_scale_bitcast));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast);
+                const F exp_avg_sq = fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast_2 * exp_avg_sq_scale_bitcast_2);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq_2 = max(max_exp_avg_sq, exp_avg_sq);
                 const F max_exp_avg_sq_value = sqrt(max_exp_avg_sq_2);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 const F exp_avg_sq_value = sqrt(exp_avg_sq);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq_value), i, end);
                 max_exp_avg_sq_top = larger<RAGGED>(max_exp_avg_sq_top, bits(max_exp_avg_sq_value), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -1229,33 +1243,34 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, nearest
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
                 // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
                 const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const F p_whole = floor(p_steps);
                 const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-                const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_normal_2 = min(I(0xf800000), p_magnitude - 0x37fffff0) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1270,22 +1285,22 @@ struct adamw_float16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 2139095040, max(I(612368384), exp_avg_sq_top) + 16383, I(1610596352));
-            const I exp_avg_sq_divisor = min(I(1602224112), exp_avg_sq_up & 2147467264);
-            const F g_mul_2 = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 2139095040, max(I(612368384), max_exp_avg_sq_top) + 16383, I(1610596352));
-            const I max_exp_avg_sq_divisor = min(I(1602224112), max_exp_avg_sq_up & 2147467264);
-            const F max_exp_avg_sq_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(g_mul_kept + b, g_mul);
-            store(g_mul_2_kept + b, g_mul_2);
-            store(max_exp_avg_sq_mul_kept + b, max_exp_avg_sq_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
+            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up + -536870912 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up + -536870912 >> 14);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
+            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
         }
 
         // -- elements: encode
@@ -1294,16 +1309,17 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            const F max_exp_avg_sq_mul(max_exp_avg_sq_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
                 const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 12583040.0f)));
-                store(exp_avg_sq_at + i, bits(fma(g_mul_2, exp_avg_sq_value, 12582912.0f)));
-                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_mul, max_exp_avg_sq_value, 12582912.0f)));
+                store(exp_avg_at + i, bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 12583040.0f)));
+                store(exp_avg_sq_at + i, bits(fma(exp_avg_sq_divisor_mul, exp_avg_sq_value, 12582912.0f)));
+                store(max_exp_avg_sq_at + i, bits(fma(max_exp_avg_sq_divisor_mul, max_exp_avg_sq_value, 12582912.0f)));
             }
         }
     }
@@ -1344,13 +1360,13 @@ struct adamw_float16_amsgrad_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, nearest
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
             const F exp_avg_sq_2 = fma(scalar_2 * g_cast, g_cast, beta2 * exp_avg_sq);
@@ -1361,16 +1377,16 @@ struct adamw_float16_amsgrad_small {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_normal_2 = min(I(260046848), p_magnitude + -939524080) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_normal_2 = min(I(0xf800000), p_magnitude - 0x37fffff0) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -38,8 +38,8 @@ def adamw_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -53,9 +53,9 @@ def adamw_float32(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -69,23 +69,23 @@ def adamw_float32(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_float32_small(
@@ -141,11 +141,11 @@ def adamw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -159,9 +159,9 @@ def adamw_bfloat16(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -176,26 +176,26 @@ def adamw_bfloat16(
     denom = exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_bfloat16_small(
@@ -217,7 +217,7 @@ def adamw_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -230,7 +230,7 @@ def adamw_bfloat16_small(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -261,14 +261,14 @@ def adamw_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -282,9 +282,9 @@ def adamw_float16(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -299,36 +299,36 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_float16_small(
@@ -353,10 +353,10 @@ def adamw_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -370,16 +370,16 @@ def adamw_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -407,8 +407,8 @@ def adamw_float32_amsgrad(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -422,9 +422,9 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -435,9 +435,9 @@ def adamw_float32_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -455,31 +455,31 @@ def adamw_float32_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_float32_amsgrad_small(
@@ -540,11 +540,11 @@ def adamw_bfloat16_amsgrad(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -558,9 +558,9 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -571,9 +571,9 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -591,34 +591,34 @@ def adamw_bfloat16_amsgrad(
     denom = max_exp_avg_sq_value / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_bfloat16_amsgrad_small(
@@ -640,7 +640,7 @@ def adamw_bfloat16_amsgrad_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -657,7 +657,7 @@ def adamw_bfloat16_amsgrad_small(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -689,14 +689,14 @@ def adamw_float16_amsgrad(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -710,9 +710,9 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -723,9 +723,9 @@ def adamw_float16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -744,44 +744,44 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_scale_abs = exp_avg.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_abs = exp_avg.abs()
+    exp_avg_top = block_max(exp_avg_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg / (exp_avg_divisor_mul + exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
     b.store(exp_avg_sq_tensor, exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(exp_avg_sq_scale_tensor, (exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8))
-    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16))
+    b.store_per_block(max_exp_avg_sq_scale_tensor, (max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16))
 
 
 def adamw_float16_amsgrad_small(
@@ -806,10 +806,10 @@ def adamw_float16_amsgrad_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -827,16 +827,16 @@ def adamw_float16_amsgrad_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -854,8 +854,8 @@ def adamw_float32_decode(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -867,9 +867,9 @@ def adamw_float32_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -889,23 +889,23 @@ def adamw_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -945,11 +945,11 @@ def adamw_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -961,9 +961,9 @@ def adamw_bfloat16_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -982,28 +982,28 @@ def adamw_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -1014,7 +1014,7 @@ def adamw_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1030,7 +1030,7 @@ def adamw_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1053,14 +1053,14 @@ def adamw_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1072,9 +1072,9 @@ def adamw_float16_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -1093,38 +1093,38 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -1138,10 +1138,10 @@ def adamw_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -1158,16 +1158,16 @@ def adamw_float16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1187,8 +1187,8 @@ def adamw_float32_amsgrad_decode(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1200,9 +1200,9 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -1213,9 +1213,9 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -1238,31 +1238,31 @@ def adamw_float32_amsgrad_encode(values):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * in_max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
         "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -1306,11 +1306,11 @@ def adamw_bfloat16_amsgrad_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)       # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)      # bf16 and 8 more bits, nearest
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1322,9 +1322,9 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -1335,9 +1335,9 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -1358,36 +1358,36 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * in_max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
         "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -1400,7 +1400,7 @@ def adamw_bfloat16_amsgrad_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, nearest
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -1419,7 +1419,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1443,14 +1443,14 @@ def adamw_float16_amsgrad_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1462,9 +1462,9 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_code = exp_avg_sq_code.clamp(min=0.4990234375)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 65535
-    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(torch.int32) & 0xffff
+    exp_avg_sq_scale_bits = ((exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_scale_bits = torch.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = torch.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).view(torch.float32)
     exp_avg_sq_scale_mul = exp_avg_sq_scale * 0.0039215676924761605
     exp_avg_sq_value = exp_avg_sq_code * exp_avg_sq_scale_mul
@@ -1475,9 +1475,9 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_code = max_exp_avg_sq_code.clamp(min=0.4990234375)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 65535
-    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 536870912).clamp(max=1602224112)
-    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(torch.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = ((max_exp_avg_sq_scale_and << 14) + 0x20000000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = torch.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).view(torch.float32)
     max_exp_avg_sq_scale_mul = max_exp_avg_sq_scale * 0.0039215676924761605
     max_exp_avg_sq_value = max_exp_avg_sq_code * max_exp_avg_sq_scale_mul
@@ -1499,46 +1499,46 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_exp_avg_abs = in_exp_avg.abs()
     exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = in_exp_avg / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = in_exp_avg / (exp_avg_divisor_mul + in_exp_avg_abs * 0.003937007874015748)
     exp_avg_sq_value = sqrt(in_exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.view(torch.int32), b.live)
-    exp_avg_sq_up = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    exp_avg_sq_divisor = (exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_exp_avg_sq_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
-    exp_avg_sq_linear = exp_avg_sq_value * in_exp_avg_sq_div
+    exp_avg_sq_up = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    exp_avg_sq_divisor = (exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    exp_avg_sq_divisor_div = quotient(255.0, exp_avg_sq_divisor.view(torch.float32))
+    exp_avg_sq_linear = exp_avg_sq_value * exp_avg_sq_divisor_div
     max_exp_avg_sq_value = sqrt(in_max_exp_avg_sq)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.view(torch.int32), b.live)
-    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=612368384) + 16383, 1610596352)
-    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 2147467264).clamp(max=1602224112)
-    in_max_exp_avg_sq_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
-    max_exp_avg_sq_linear = max_exp_avg_sq_value * in_max_exp_avg_sq_div
+    max_exp_avg_sq_up = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x24800000) + 16383, 0x5fffc000)
+    max_exp_avg_sq_divisor = (max_exp_avg_sq_up & 0x7fffc000).clamp(max=0x5f7ffff0)
+    max_exp_avg_sq_divisor_div = quotient(255.0, max_exp_avg_sq_divisor.view(torch.float32))
+    max_exp_avg_sq_linear = max_exp_avg_sq_value * max_exp_avg_sq_divisor_div
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block((exp_avg_up >> 15).to(torch.int16)),
         "exp_avg_sq": b.flat(exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "exp_avg_sq_scale": b.flat_per_block((exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
         "max_exp_avg_sq": b.flat(max_exp_avg_sq_linear.round().to(torch.int32).to(torch.uint8)),
-        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 536870912 >> 14).to(torch.int16)),
+        "max_exp_avg_sq_scale": b.flat_per_block((max_exp_avg_sq_up - 0x20000000 >> 14).to(torch.int16)),
     }
 
 
@@ -1554,10 +1554,10 @@ def adamw_float16_amsgrad_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     max_exp_avg_sq = b.elements(max_exp_avg_sq_tensor)
@@ -1577,16 +1577,16 @@ def adamw_float16_amsgrad_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

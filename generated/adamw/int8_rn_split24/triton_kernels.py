@@ -33,16 +33,16 @@ def adamw_float32_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -52,29 +52,29 @@ def adamw_float32_tile(
     exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -253,21 +253,21 @@ def adamw_bfloat16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -276,32 +276,32 @@ def adamw_bfloat16_tile(
     exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -405,7 +405,7 @@ def adamw_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -418,7 +418,7 @@ def adamw_bfloat16_small_tile(
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -491,28 +491,28 @@ def adamw_float16_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -521,41 +521,41 @@ def adamw_float16_tile(
     exp_avg_sq_scale_mul = scalar_3 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(exp_avg_sq_value, scalar_4, scalar_5)), p)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -660,13 +660,13 @@ def adamw_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -679,16 +679,16 @@ def adamw_float16_small_tile(
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -762,28 +762,28 @@ def adamw_float32_amsgrad_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
-    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
+    max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
@@ -793,9 +793,9 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3 * g, g, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_3 * g, g, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -804,27 +804,27 @@ def adamw_float32_amsgrad_tile(
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1019,33 +1019,33 @@ def adamw_bfloat16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
-    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
+    max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -1054,9 +1054,9 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -1064,31 +1064,31 @@ def adamw_bfloat16_amsgrad_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1202,7 +1202,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, nearest
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1218,7 +1218,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + 32896
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + 0x8080
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1297,40 +1297,40 @@ def adamw_float16_amsgrad_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 65535
-    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 65535, 2143289344, max_exp_avg_sq_scale_bits)
+    max_exp_avg_sq_scale_and = max_exp_avg_sq_scale.to(tl.int32) & 0xffff
+    max_exp_avg_sq_scale_bits = tl.minimum((max_exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    max_exp_avg_sq_scale_bits = tl.where(max_exp_avg_sq_scale_and == 0xffff, 0x7fc00000, max_exp_avg_sq_scale_bits)
     max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_and == 0, 0, max_exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale_mul = sqrt_1p5378693166672797em05 * max_exp_avg_sq_scale
     max_exp_avg_sq_scale_mul_2 = max_exp_avg_sq_scale_mul * -8388608.0
     max_exp_avg_sq_scale_bitcast = (max_exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(max_exp_avg_sq_code), max_exp_avg_sq_scale_mul[:, None], max_exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), max_exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 8-bit unsigned blocks of 64: sqrt, linear, ue7m9 scale, nearest
-    max_exp_avg_sq = max_exp_avg_sq_bitcast * max_exp_avg_sq_bitcast
+    max_exp_avg_sq = max_exp_avg_sq_scale_bitcast * max_exp_avg_sq_scale_bitcast
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
-    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 65535
-    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 536870912, 1602224112)
-    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 65535, 2143289344, exp_avg_sq_scale_bits)
+    exp_avg_sq_scale_and = exp_avg_sq_scale.to(tl.int32) & 0xffff
+    exp_avg_sq_scale_bits = tl.minimum((exp_avg_sq_scale_and << 14) + 0x20000000, 0x5f7ffff0)
+    exp_avg_sq_scale_bits = tl.where(exp_avg_sq_scale_and == 0xffff, 0x7fc00000, exp_avg_sq_scale_bits)
     exp_avg_sq_scale = tl.where(exp_avg_sq_scale_and == 0, 0, exp_avg_sq_scale_bits).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
@@ -1339,9 +1339,9 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_scale_mul = scalar_4 * exp_avg_sq_scale
     exp_avg_sq_scale_mul_2 = exp_avg_sq_scale_mul * -8388608.0
     exp_avg_sq_scale_bitcast = (exp_avg_sq_scale_mul * 0.4990234375).to(tl.int32, bitcast=True)
-    exp_avg_sq_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale_bitcast = tl.maximum(tl.fma(counter(exp_avg_sq_code), exp_avg_sq_scale_mul[:, None], exp_avg_sq_scale_mul_2[:, None]).to(tl.int32, bitcast=True), exp_avg_sq_scale_bitcast[:, None]).to(tl.float32, bitcast=True)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_bitcast * exp_avg_sq_bitcast)
+    exp_avg_sq = tl.fma(scalar_3 * g_cast, g_cast, exp_avg_sq_scale_bitcast * exp_avg_sq_scale_bitcast)
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_value = tl.sqrt(max_exp_avg_sq)
@@ -1349,40 +1349,40 @@ def adamw_float16_amsgrad_tile(
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(max_exp_avg_sq_value, scalar_5, scalar_6)), p)
     # -- encode and store
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    g_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    g_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, g_abs, g_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(exp_avg_ptr, at, tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     exp_avg_sq_value = tl.sqrt(exp_avg_sq)
     exp_avg_sq_top = block_max(exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_up = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 2147467264, 1602224112)
-    g_mul_2 = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(exp_avg_sq_ptr, at, tl.fma(g_mul_2[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    exp_avg_sq_up = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(exp_avg_sq_scale_ptr, at_block, (exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    exp_avg_sq_divisor = tl.minimum(exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    exp_avg_sq_divisor_mul = 255.0 * inverse(exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(exp_avg_sq_ptr, at, tl.fma(exp_avg_sq_divisor_mul[:, None], exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq_value.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 612368384) + 16383, 1610596352)
-    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up + -536870912 >> 14).to(tl.int16), live_block, MASKED)
-    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 2147467264, 1602224112)
-    max_exp_avg_sq_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
-    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    max_exp_avg_sq_up = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x24800000) + 16383, 0x5fffc000)
+    put(max_exp_avg_sq_scale_ptr, at_block, (max_exp_avg_sq_up - 0x20000000 >> 14).to(tl.int16), live_block, MASKED)
+    max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_up & 0x7fffc000, 0x5f7ffff0)
+    max_exp_avg_sq_divisor_mul = 255.0 * inverse(max_exp_avg_sq_divisor.to(tl.float32, bitcast=True))
+    put(max_exp_avg_sq_ptr, at, tl.fma(max_exp_avg_sq_divisor_mul[:, None], max_exp_avg_sq_value, 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1497,13 +1497,13 @@ def adamw_float16_amsgrad_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, nearest
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1519,16 +1519,16 @@ def adamw_float16_amsgrad_small_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
     p_whole = tl.floor(p_steps)
     p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude + -939524080, 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -98,8 +98,8 @@ struct adamw_float32_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -121,19 +121,20 @@ struct adamw_float32_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -147,7 +148,8 @@ struct adamw_float32_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -164,13 +166,13 @@ struct adamw_float32_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -180,19 +182,20 @@ struct adamw_float32_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -243,7 +246,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -286,8 +289,8 @@ struct adamw_bfloat16_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -309,20 +312,21 @@ struct adamw_bfloat16_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -336,7 +340,8 @@ struct adamw_bfloat16_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -346,7 +351,7 @@ struct adamw_bfloat16_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -356,13 +361,13 @@ struct adamw_bfloat16_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -372,19 +377,20 @@ struct adamw_bfloat16_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -476,8 +482,8 @@ struct adamw_float16_vector {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
 
@@ -499,20 +505,21 @@ struct adamw_float16_vector {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -526,7 +533,8 @@ struct adamw_float16_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -544,13 +552,13 @@ struct adamw_float16_vector {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
@@ -560,19 +568,20 @@ struct adamw_float16_vector {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -673,9 +682,9 @@ struct adamw_float32_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -703,24 +712,25 @@ struct adamw_float32_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -739,7 +749,8 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -758,17 +769,17 @@ struct adamw_float32_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -780,24 +791,25 @@ struct adamw_float32_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -854,7 +866,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -904,9 +916,9 @@ struct adamw_bfloat16_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -934,25 +946,26 @@ struct adamw_bfloat16_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -971,7 +984,8 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -981,7 +995,7 @@ struct adamw_bfloat16_amsgrad_vector {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -993,17 +1007,17 @@ struct adamw_bfloat16_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -1015,24 +1029,25 @@ struct adamw_bfloat16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1137,9 +1152,9 @@ struct adamw_float16_amsgrad_vector {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float max_exp_avg_sq_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float max_exp_avg_sq_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I largest_of_block_2_kept[TILE / BLOCK];
@@ -1167,25 +1182,26 @@ struct adamw_float16_amsgrad_vector {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I largest_of_block_2(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * max_exp_avg_sq_code_3;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * exp_avg_sq_code_3);
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -1204,7 +1220,8 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1224,17 +1241,17 @@ struct adamw_float16_amsgrad_vector {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
             const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), exp_avg_sq_top);
-            const F g_mul = 16.0f / exp_avg_sq_divisor;
+            const F exp_avg_sq_divisor_mul = 16.0f / exp_avg_sq_divisor;
             const F max_exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block_2));
             const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), max_exp_avg_sq_top);
-            const F max_exp_avg_sq_scale_mul_2 = 16.0f / max_exp_avg_sq_divisor;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_mul_kept + b, g_mul);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            const F max_exp_avg_sq_divisor_mul = 16.0f / max_exp_avg_sq_divisor;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
@@ -1246,24 +1263,25 @@ struct adamw_float16_amsgrad_vector {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_divisor_mul(exp_avg_sq_divisor_mul_kept[b]);
+            const F max_exp_avg_sq_divisor_mul(max_exp_avg_sq_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_exact = g_mul * exp_avg_sq;
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_exact = exp_avg_sq_divisor_mul * exp_avg_sq;
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                const F max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul_2 * max_exp_avg_sq;
+                const F max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul * max_exp_avg_sq;
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
                 store(exp_avg_at + i, exp_avg_code_2);
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1351,7 +1369,7 @@ struct adamw_float32_2 {
         unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1369,15 +1387,16 @@ struct adamw_float32_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1386,12 +1405,13 @@ struct adamw_float32_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const F p = load(p_at + i);
@@ -1409,9 +1429,9 @@ struct adamw_float32_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1419,13 +1439,14 @@ struct adamw_float32_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -1550,11 +1571,12 @@ struct adamw_float32_6 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -1562,7 +1584,7 @@ struct adamw_float32_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1646,7 +1668,7 @@ struct adamw_bfloat16_2 {
         unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1664,16 +1686,17 @@ struct adamw_bfloat16_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1682,12 +1705,13 @@ struct adamw_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U16 p_stored = raw(p_at + i);
@@ -1700,7 +1724,7 @@ struct adamw_bfloat16_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
             }
         }
@@ -1709,9 +1733,9 @@ struct adamw_bfloat16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1719,13 +1743,14 @@ struct adamw_bfloat16_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -1771,11 +1796,12 @@ struct adamw_bfloat16_6 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const F g_cast = g_stored;
@@ -1784,7 +1810,7 @@ struct adamw_bfloat16_6 {
                 const F exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(exp_avg_sq_row_top_at + (i & row_mask)), load(exp_avg_sq_col_top_spread_at + i)));
                 const F exp_avg_sq_exact = 16.0f * (exp_avg_sq / exp_avg_sq_divisor);
                 const F exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -1843,7 +1869,7 @@ struct adamw_float16_2 {
         unpack<4>(exp_avg_sq_at, exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -1861,16 +1887,17 @@ struct adamw_float16_2 {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -1879,12 +1906,13 @@ struct adamw_float16_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U16 p_stored = raw(p_at + i);
@@ -1904,9 +1932,9 @@ struct adamw_float16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -1914,13 +1942,14 @@ struct adamw_float16_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2025,7 +2054,7 @@ struct adamw_float32_amsgrad_2 {
         unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2044,15 +2073,16 @@ struct adamw_float32_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2061,18 +2091,19 @@ struct adamw_float32_amsgrad_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const F p = load(p_at + i);
@@ -2093,9 +2124,9 @@ struct adamw_float32_amsgrad_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2103,13 +2134,14 @@ struct adamw_float32_amsgrad_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2272,16 +2304,17 @@ struct adamw_float32_amsgrad_6 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
@@ -2295,8 +2328,8 @@ struct adamw_float32_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -2403,7 +2436,7 @@ struct adamw_bfloat16_amsgrad_2 {
         unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2422,16 +2455,17 @@ struct adamw_bfloat16_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2440,18 +2474,19 @@ struct adamw_bfloat16_amsgrad_2 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U16 p_stored = raw(p_at + i);
@@ -2466,7 +2501,7 @@ struct adamw_bfloat16_amsgrad_2 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
                 store(row_max_for_exp_avg_sq_row_top_at + i, exp_avg_sq);
                 store(row_max_for_max_exp_avg_sq_row_top_at + i, max_exp_avg_sq);
             }
@@ -2476,9 +2511,9 @@ struct adamw_bfloat16_amsgrad_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2486,13 +2521,14 @@ struct adamw_bfloat16_amsgrad_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }
@@ -2554,16 +2590,17 @@ struct adamw_bfloat16_amsgrad_6 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
@@ -2578,8 +2615,8 @@ struct adamw_bfloat16_amsgrad_6 {
                 const F max_exp_avg_sq_divisor = min(F(3.4028234663852886e+38f), min(load(max_exp_avg_sq_row_top_at + (i & row_mask)), load(max_exp_avg_sq_col_top_spread_at + i)));
                 const F max_exp_avg_sq_exact = 16.0f * (max_exp_avg_sq / max_exp_avg_sq_divisor);
                 const F max_exp_avg_sq_exact_2 = min(F(16.0f), max(F(1.0f), max_exp_avg_sq_exact));
-                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) + -1);
-                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) + -1);
+                store(exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - exp_avg_sq_exact_2)) - 1);
+                store(max_exp_avg_sq_at + i, to_int(-1.0f * floor(0.5f - max_exp_avg_sq_exact_2)) - 1);
             }
         }
 
@@ -2654,7 +2691,7 @@ struct adamw_float16_amsgrad_2 {
         unpack<4>(max_exp_avg_sq_at, max_exp_avg_sq_packed, BLOCK * blocks);
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- blocks
@@ -2673,16 +2710,17 @@ struct adamw_float16_amsgrad_2 {
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 store(exp_avg_kept + i, exp_avg);
             }
@@ -2691,18 +2729,19 @@ struct adamw_float16_amsgrad_2 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F g_stored = Grad::load(g_at + i);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F max_exp_avg_sq_code_2 = as_float(max_exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F max_exp_avg_sq_code_3 = max_exp_avg_sq_code_2 + 1.0f;
                 const F max_exp_avg_sq_scale = min(load(max_exp_avg_sq_row_at + (i & row_mask)), load(max_exp_avg_sq_col_spread_at + i));
                 const F max_exp_avg_sq_value = 0.0625f * (max_exp_avg_sq_code_3 * max_exp_avg_sq_scale);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 1258291200) - 8388608.0f;
+                const F exp_avg_sq_code_2 = as_float(exp_avg_sq_piece | 0x4b000000) - 8388608.0f;
                 const F exp_avg_sq_code_3 = exp_avg_sq_code_2 + 1.0f;
                 const F exp_avg_sq_scale = min(load(exp_avg_sq_row_at + (i & row_mask)), load(exp_avg_sq_col_spread_at + i));
                 const U16 p_stored = raw(p_at + i);
@@ -2725,9 +2764,9 @@ struct adamw_float16_amsgrad_2 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(75497472), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            store(g_rcp_kept + b, g_rcp);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
         }
 
@@ -2735,13 +2774,14 @@ struct adamw_float16_amsgrad_2 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, g_abs, 0.33076924085617065f), fma(11.111109733581543f, g_abs, 1.888888955116272f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.5384521484375f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111109733581543f, exp_avg_number_abs, 1.888888955116272f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
             }
         }

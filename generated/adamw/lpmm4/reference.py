@@ -82,7 +82,7 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
@@ -132,7 +132,7 @@ def adamw_float32(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -212,7 +212,7 @@ def adamw_float32_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -222,7 +222,7 @@ def adamw_float32_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -279,12 +279,12 @@ def adamw_bfloat16(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(exp_avg_sq)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
@@ -329,7 +329,7 @@ def adamw_bfloat16(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -369,7 +369,7 @@ def adamw_bfloat16_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -415,17 +415,17 @@ def adamw_bfloat16_vector(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -480,7 +480,7 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
@@ -530,7 +530,7 @@ def adamw_float16(
     exp_avg_sq_divisor = torch.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -612,7 +612,7 @@ def adamw_float16_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -622,7 +622,7 @@ def adamw_float16_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -689,7 +689,7 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
@@ -764,8 +764,8 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -862,7 +862,7 @@ def adamw_float32_amsgrad_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -876,9 +876,9 @@ def adamw_float32_amsgrad_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -948,14 +948,14 @@ def adamw_bfloat16_amsgrad(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
     col_max_for_exp_avg_sq_col_top_tensor = b.col_max(exp_avg_sq)
     row_max_for_max_exp_avg_sq_row_top_tensor = b.row_max(max_exp_avg_sq)
     col_max_for_max_exp_avg_sq_col_top_tensor = b.col_max(max_exp_avg_sq)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
@@ -1023,8 +1023,8 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1070,7 +1070,7 @@ def adamw_bfloat16_amsgrad_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
@@ -1127,7 +1127,7 @@ def adamw_bfloat16_amsgrad_vector(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1138,12 +1138,12 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1211,7 +1211,7 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(exp_avg_sq)
@@ -1286,8 +1286,8 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_divisor = torch.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread).clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
 
     # == row: values of rows
     # -- load and decode
@@ -1386,7 +1386,7 @@ def adamw_float16_amsgrad_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1400,9 +1400,9 @@ def adamw_float16_amsgrad_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1441,7 +1441,7 @@ def adamw_float32_encode(values, dims=None):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
@@ -1469,7 +1469,7 @@ def adamw_float32_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -1529,7 +1529,7 @@ def adamw_float32_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1540,7 +1540,7 @@ def adamw_float32_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1583,10 +1583,10 @@ def adamw_bfloat16_encode(values, dims=None):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
@@ -1611,7 +1611,7 @@ def adamw_bfloat16_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -1638,7 +1638,7 @@ def adamw_bfloat16_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }
@@ -1677,7 +1677,7 @@ def adamw_bfloat16_vector_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1685,10 +1685,10 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1729,7 +1729,7 @@ def adamw_float16_encode(values, dims=None):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
@@ -1757,7 +1757,7 @@ def adamw_float16_encode(values, dims=None):
         "exp_avg_scale": exp_avg_scale_tensor,
         "exp_avg_sq_row": exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -1819,7 +1819,7 @@ def adamw_float16_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1830,7 +1830,7 @@ def adamw_float16_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1883,7 +1883,7 @@ def adamw_float32_amsgrad_encode(values, dims=None):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
@@ -1929,8 +1929,8 @@ def adamw_float32_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -2003,7 +2003,7 @@ def adamw_float32_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -2018,9 +2018,9 @@ def adamw_float32_amsgrad_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2076,10 +2076,10 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_max_for_exp_avg_sq_row_top_tensor = b.row_max(in_exp_avg_sq)
@@ -2122,8 +2122,8 @@ def adamw_bfloat16_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -2153,7 +2153,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "max_exp_avg_sq": b.flat(in_max_exp_avg_sq),
@@ -2202,7 +2202,7 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -2214,12 +2214,12 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2273,7 +2273,7 @@ def adamw_float16_amsgrad_encode(values, dims=None):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
@@ -2319,8 +2319,8 @@ def adamw_float16_amsgrad_encode(values, dims=None):
         "max_exp_avg_sq_row": max_exp_avg_sq_row_tensor,
         "exp_avg_sq_col": exp_avg_sq_col_tensor,
         "max_exp_avg_sq_col": max_exp_avg_sq_col_tensor,
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
     }
 
 
@@ -2395,7 +2395,7 @@ def adamw_float16_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -2410,8 +2410,8 @@ def adamw_float16_amsgrad_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

@@ -73,7 +73,7 @@ def adamw_float32_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -81,11 +81,11 @@ def adamw_float32_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -94,13 +94,13 @@ def adamw_float32_2_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
@@ -416,7 +416,7 @@ def adamw_float32_6_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -430,7 +430,7 @@ def adamw_float32_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -715,16 +715,16 @@ def adamw_float32_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -734,21 +734,21 @@ def adamw_float32_vector_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -857,7 +857,7 @@ def adamw_bfloat16_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -867,11 +867,11 @@ def adamw_bfloat16_2_tile(
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -880,15 +880,15 @@ def adamw_bfloat16_2_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
@@ -1114,7 +1114,7 @@ def adamw_bfloat16_6_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -1129,7 +1129,7 @@ def adamw_bfloat16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1314,7 +1314,7 @@ def adamw_bfloat16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1386,18 +1386,18 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -1407,23 +1407,23 @@ def adamw_bfloat16_vector_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1532,7 +1532,7 @@ def adamw_float16_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -1542,11 +1542,11 @@ def adamw_float16_2_tile(
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1555,13 +1555,13 @@ def adamw_float16_2_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True)
 
@@ -1787,7 +1787,7 @@ def adamw_float16_6_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -1802,7 +1802,7 @@ def adamw_float16_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2057,18 +2057,18 @@ def adamw_float16_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -2078,21 +2078,21 @@ def adamw_float16_vector_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2247,7 +2247,7 @@ def adamw_float32_amsgrad_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -2255,7 +2255,7 @@ def adamw_float32_amsgrad_2_tile(
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -2263,11 +2263,11 @@ def adamw_float32_amsgrad_2_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -2278,13 +2278,13 @@ def adamw_float32_amsgrad_2_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -2687,7 +2687,7 @@ def adamw_float32_amsgrad_6_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -2696,7 +2696,7 @@ def adamw_float32_amsgrad_6_tile(
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -2713,11 +2713,11 @@ def adamw_float32_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3053,22 +3053,22 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -3080,28 +3080,28 @@ def adamw_float32_amsgrad_vector_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3219,7 +3219,7 @@ def adamw_bfloat16_amsgrad_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -3227,7 +3227,7 @@ def adamw_bfloat16_amsgrad_2_tile(
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -3237,11 +3237,11 @@ def adamw_bfloat16_amsgrad_2_tile(
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -3252,15 +3252,15 @@ def adamw_bfloat16_amsgrad_2_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -3541,7 +3541,7 @@ def adamw_bfloat16_amsgrad_6_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -3550,7 +3550,7 @@ def adamw_bfloat16_amsgrad_6_tile(
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -3568,11 +3568,11 @@ def adamw_bfloat16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3792,7 +3792,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3868,24 +3868,24 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -3897,30 +3897,30 @@ def adamw_bfloat16_amsgrad_vector_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4038,7 +4038,7 @@ def adamw_float16_amsgrad_2_tile(
     exp_avg_piece = exp_avg_code.to(tl.int32)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -4046,7 +4046,7 @@ def adamw_float16_amsgrad_2_tile(
     max_exp_avg_sq_value = 0.0625 * (max_exp_avg_sq_code * max_exp_avg_sq_scale)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -4056,11 +4056,11 @@ def adamw_float16_amsgrad_2_tile(
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, beta2_times_0p0625 * (exp_avg_sq_code * exp_avg_sq_scale))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -4071,13 +4071,13 @@ def adamw_float16_amsgrad_2_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     return term(exp_avg_sq, at, live, MASKED, True), term(max_exp_avg_sq, at, live, MASKED, True)
 
@@ -4358,7 +4358,7 @@ def adamw_float16_amsgrad_6_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     exp_avg_sq_row = get(exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     exp_avg_sq_col_spread = get(exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -4367,7 +4367,7 @@ def adamw_float16_amsgrad_6_tile(
     exp_avg_sq_col_top_spread = get(exp_avg_sq_col_top_spread_ptr, at_col, live_col, MASKED)
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_row = get(max_exp_avg_sq_row_ptr, at_row, live_row, MASKED)
     max_exp_avg_sq_col_spread = get(max_exp_avg_sq_col_spread_ptr, at_col, live_col, MASKED)
@@ -4385,11 +4385,11 @@ def adamw_float16_amsgrad_6_tile(
     exp_avg_sq_divisor = tl.minimum(tl.minimum(exp_avg_sq_row_top, exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     exp_avg_sq_exact = 16.0 * (exp_avg_sq * (1.0 / exp_avg_sq_divisor))
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(tl.minimum(max_exp_avg_sq_row_top, max_exp_avg_sq_col_top_spread, propagate_nan=tl.PropagateNan.ALL), 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
     max_exp_avg_sq_exact = 16.0 * (max_exp_avg_sq * (1.0 / max_exp_avg_sq_divisor))
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4683,24 +4683,24 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -4712,28 +4712,28 @@ def adamw_float16_amsgrad_vector_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

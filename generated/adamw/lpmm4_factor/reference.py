@@ -124,7 +124,7 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p)
@@ -203,7 +203,7 @@ def adamw_float32_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -213,7 +213,7 @@ def adamw_float32_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -312,10 +312,10 @@ def adamw_bfloat16(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
@@ -351,7 +351,7 @@ def adamw_bfloat16_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -397,17 +397,17 @@ def adamw_bfloat16_vector(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
     exp_avg_sq_divisor = exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     exp_avg_sq_exact = exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -504,7 +504,7 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p.to(torch.float16))
@@ -585,7 +585,7 @@ def adamw_float16_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -595,7 +595,7 @@ def adamw_float16_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
 
 
@@ -745,7 +745,7 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p)
@@ -839,7 +839,7 @@ def adamw_float32_amsgrad_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -853,9 +853,9 @@ def adamw_float32_amsgrad_vector(
     b.store(p_tensor, p)
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1008,10 +1008,10 @@ def adamw_bfloat16_amsgrad(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
 
@@ -1051,7 +1051,7 @@ def adamw_bfloat16_amsgrad_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
@@ -1108,7 +1108,7 @@ def adamw_bfloat16_amsgrad_vector(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1119,12 +1119,12 @@ def adamw_bfloat16_amsgrad_vector(
     max_exp_avg_sq_divisor = max_exp_avg_sq_top.clamp(max=3.4028234663852886e+38)
     max_exp_avg_sq_exact = max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1275,7 +1275,7 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     b.store(p_tensor, p.to(torch.float16))
@@ -1371,7 +1371,7 @@ def adamw_float16_amsgrad_vector(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1385,9 +1385,9 @@ def adamw_float16_amsgrad_vector(
     b.store(p_tensor, p.to(torch.float16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
-    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(exp_avg_sq_tensor, ((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_sq_scale_tensor, exp_avg_sq_top)
-    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4)
+    b.store_codes(max_exp_avg_sq_tensor, ((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4)
     b.store_per_block(max_exp_avg_sq_scale_tensor, max_exp_avg_sq_top)
 
 
@@ -1423,7 +1423,7 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
@@ -1509,7 +1509,7 @@ def adamw_float32_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1520,7 +1520,7 @@ def adamw_float32_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1560,10 +1560,10 @@ def adamw_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
@@ -1613,7 +1613,7 @@ def adamw_bfloat16_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }
@@ -1652,7 +1652,7 @@ def adamw_bfloat16_vector_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1660,10 +1660,10 @@ def adamw_bfloat16_vector_encode(values):
     exp_avg_sq_exact = in_exp_avg_sq / exp_avg_sq_divisor * 16.0
     exp_avg_sq_exact = exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1701,7 +1701,7 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
@@ -1789,7 +1789,7 @@ def adamw_float16_vector_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1800,7 +1800,7 @@ def adamw_float16_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
     }
 
@@ -1848,7 +1848,7 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p)
@@ -1964,7 +1964,7 @@ def adamw_float32_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -1979,9 +1979,9 @@ def adamw_float32_amsgrad_vector_encode(values):
         "p": b.flat(in_p),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2032,10 +2032,10 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
-    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    p_tensor = b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     exp_avg_tensor = b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4)
     exp_avg_scale_tensor = b.flat_per_block(exp_avg_scale)
     row_sum_for_exp_avg_sq_row_means_tensor = b.row_sum(in_exp_avg_sq)
@@ -2105,7 +2105,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "max_exp_avg_sq": b.flat(in_max_exp_avg_sq),
@@ -2154,7 +2154,7 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -2166,12 +2166,12 @@ def adamw_bfloat16_amsgrad_vector_encode(values):
     max_exp_avg_sq_exact = in_max_exp_avg_sq / max_exp_avg_sq_divisor * 16.0
     max_exp_avg_sq_exact = max_exp_avg_sq_exact.clamp(min=1.0).clamp(max=16.0)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }
 
@@ -2220,7 +2220,7 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     p_tensor = b.flat(in_p.to(torch.float16))
@@ -2338,7 +2338,7 @@ def adamw_float16_amsgrad_vector_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=75497472), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x4800000), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_7d5a18a9)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live).view(torch.float32).clamp(min=3.009265538105056e-36)
@@ -2353,8 +2353,8 @@ def adamw_float16_amsgrad_vector_encode(values):
         "p": b.flat(in_p.to(torch.float16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
-        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "exp_avg_sq": b.flat_codes(((-(0.5 - exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "exp_avg_sq_scale": b.flat_per_block(exp_avg_sq_top),
-        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) + -1 & 15).to(torch.uint8), 4),
+        "max_exp_avg_sq": b.flat_codes(((-(0.5 - max_exp_avg_sq_exact).floor()).to(torch.int32) - 1 & 15).to(torch.uint8), 4),
         "max_exp_avg_sq_scale": b.flat_per_block(max_exp_avg_sq_top),
     }

@@ -393,11 +393,11 @@ def adamw_float32_7_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # exp_avg_sq as it is kept
     exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -406,13 +406,13 @@ def adamw_float32_7_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -681,16 +681,16 @@ def adamw_float32_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -700,21 +700,21 @@ def adamw_float32_vector_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -996,11 +996,11 @@ def adamw_bfloat16_7_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # exp_avg_sq as it is kept
     exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1009,15 +1009,15 @@ def adamw_bfloat16_7_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1218,7 +1218,7 @@ def adamw_bfloat16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1290,18 +1290,18 @@ def adamw_bfloat16_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -1311,23 +1311,23 @@ def adamw_bfloat16_vector_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1609,11 +1609,11 @@ def adamw_float16_7_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # exp_avg_sq as it is kept
     exp_avg_sq_kept = tl.maximum(exp_avg_sq_row * exp_avg_sq_col, exp_avg_sq_row_factor_min_1p1754943508222875em38, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1622,13 +1622,13 @@ def adamw_float16_7_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1899,18 +1899,18 @@ def adamw_float16_vector_tile(
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -1920,21 +1920,21 @@ def adamw_float16_vector_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2628,11 +2628,11 @@ def adamw_float32_amsgrad_12_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # max_exp_avg_sq as it is kept
     max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -2641,13 +2641,13 @@ def adamw_float32_amsgrad_12_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -2919,22 +2919,22 @@ def adamw_float32_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -2946,28 +2946,28 @@ def adamw_float32_amsgrad_vector_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3237,11 +3237,11 @@ def adamw_bfloat16_amsgrad_12_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # max_exp_avg_sq as it is kept
     max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -3250,15 +3250,15 @@ def adamw_bfloat16_amsgrad_12_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -3458,7 +3458,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3534,24 +3534,24 @@ def adamw_bfloat16_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -3563,30 +3563,30 @@ def adamw_bfloat16_amsgrad_vector_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3856,11 +3856,11 @@ def adamw_float16_amsgrad_12_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), exp_avg_scale_mul * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     # max_exp_avg_sq as it is kept
     max_exp_avg_sq_kept = tl.maximum(max_exp_avg_sq_row * max_exp_avg_sq_col, row_min, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -3869,13 +3869,13 @@ def adamw_float16_amsgrad_12_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED, True)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -4149,24 +4149,24 @@ def adamw_float16_amsgrad_vector_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_code = (max_exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     max_exp_avg_sq_code = max_exp_avg_sq_code + 1.0
     max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq_code
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
-    exp_avg_sq_code = (exp_avg_sq_piece | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_code = (exp_avg_sq_piece | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
     exp_avg_sq_code = exp_avg_sq_code + 1.0
     p_stored = get(p_ptr, at, live, MASKED)
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * exp_avg_sq_code)
@@ -4178,28 +4178,28 @@ def adamw_float16_amsgrad_vector_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 75497472), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x4800000), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, g_abs, 0.33076924085617065), tl.fma(11.111109733581543, g_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.5384521484375, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111109733581543, exp_avg_number_abs, 1.888888955116272), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = tl.maximum(block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_top, live_block, MASKED)
     exp_avg_sq_divisor = tl.minimum(exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    g_mul = 16.0 * inverse(exp_avg_sq_divisor)
-    exp_avg_sq_exact = g_mul[:, None] * exp_avg_sq
+    exp_avg_sq_divisor_mul = 16.0 * inverse(exp_avg_sq_divisor)
+    exp_avg_sq_exact = exp_avg_sq_divisor_mul[:, None] * exp_avg_sq
     exp_avg_sq_exact = tl.minimum(tl.maximum(exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = tl.maximum(block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED).to(tl.float32, bitcast=True), 3.009265538105056e-36, propagate_nan=tl.PropagateNan.ALL)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_top, live_block, MASKED)
     max_exp_avg_sq_divisor = tl.minimum(max_exp_avg_sq_top, 3.4028234663852886e+38, propagate_nan=tl.PropagateNan.ALL)
-    max_exp_avg_sq_scale_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
-    max_exp_avg_sq_exact = max_exp_avg_sq_scale_mul[:, None] * max_exp_avg_sq
+    max_exp_avg_sq_divisor_mul = 16.0 * inverse(max_exp_avg_sq_divisor)
+    max_exp_avg_sq_exact = max_exp_avg_sq_divisor_mul[:, None] * max_exp_avg_sq
     max_exp_avg_sq_exact = tl.minimum(tl.maximum(max_exp_avg_sq_exact, 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)
-    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) + -1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
+    put(max_exp_avg_sq_ptr, at_eight, packed(((-1.0 * tl.floor(0.5 - max_exp_avg_sq_exact)).to(tl.int32) - 1).to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -44,12 +44,12 @@ struct adamw_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -78,8 +78,8 @@ struct adamw_float32 {
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
         }
     }
 };
@@ -110,12 +110,12 @@ struct adamw_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -143,8 +143,8 @@ struct adamw_bfloat16 {
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
-            const I p_low_2 = (p_word & 65535) + -32768;
+            const I p_word = bits_or_nan(p_3) + 0x8000;
+            const I p_low_2 = (p_word & 0xffff) - 0x8000;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -152,8 +152,8 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
         }
     }
 };
@@ -184,12 +184,12 @@ struct adamw_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -210,10 +210,10 @@ struct adamw_float16 {
             const I p_low = to_int(weight_low_code);
             const I p_wide = ((p_high & 32767) << 16) + p_low;
             const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
-            const I p_normal = (p_wide >> 3) + 939524096;
-            const I p_finite = where(p_wide < 67108864, p_subnormal, p_normal);
+            const I p_normal = (p_wide >> 3) + 0x38000000;
+            const I p_finite = where(p_wide < 0x4000000, p_subnormal, p_normal);
             // f16 and 16 more bits
-            const F p = as_float(bits(as_float(where(p_wide < 2080374784, p_finite, 2143289344 - to_int(p_wide == 2080374784) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c000000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -222,19 +222,19 @@ struct adamw_float16 {
             const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 1099511627776.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 1099511627776.0f * p_magnitude_bitcast;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased) << 3;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
-            const I p_low_2 = p_word & 65535;
-            const I p_kept_ = p_low_2 + -32768;
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased) << 3;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e000000)) + 0x8000;
+            const I p_low_2 = p_word & 0xffff;
+            const I p_kept_ = p_low_2 - 0x8000;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -242,8 +242,8 @@ struct adamw_float16 {
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept_);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
         }
     }
 };
@@ -274,12 +274,12 @@ struct adamw_float32_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -314,9 +314,9 @@ struct adamw_float32_amsgrad {
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_3);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -348,12 +348,12 @@ struct adamw_bfloat16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -385,8 +385,8 @@ struct adamw_bfloat16_amsgrad {
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I p_word = min(I(2143289344), bits(p_3)) + 32768;
-            const I p_low_2 = (p_word & 65535) + -32768;
+            const I p_word = bits_or_nan(p_3) + 0x8000;
+            const I p_low_2 = (p_word & 0xffff) - 0x8000;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -396,9 +396,9 @@ struct adamw_bfloat16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store_half<2>(p_at + i, p_word);
             store(weight_low_at + i, p_low_2);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };
@@ -430,12 +430,12 @@ struct adamw_float16_amsgrad {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134219776;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000100;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -458,10 +458,10 @@ struct adamw_float16_amsgrad {
             const I p_low = to_int(weight_low_code);
             const I p_wide = ((p_high & 32767) << 16) + p_low;
             const I p_subnormal = bits(9.094947017729282e-13f * to_float(p_wide));
-            const I p_normal = (p_wide >> 3) + 939524096;
-            const I p_finite = where(p_wide < 67108864, p_subnormal, p_normal);
+            const I p_normal = (p_wide >> 3) + 0x38000000;
+            const I p_finite = where(p_wide < 0x4000000, p_subnormal, p_normal);
             // f16 and 16 more bits
-            const F p = as_float(bits(as_float(where(p_wide < 2080374784, p_finite, 2143289344 - to_int(p_wide == 2080374784) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c000000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
@@ -472,19 +472,19 @@ struct adamw_float16_amsgrad {
             const F p_2 = one_minus_lr_times_weight_decay * p;             // 30  p = decoupled(p, rate, weight_decay)
             // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
             const F p_3 = fma(-exp_avg_2, 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_3, scalar_4), p_2);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 1099511627776.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 1099511627776.0f * p_magnitude_bitcast;
             const F p_whole = floor(p_steps);
             const I p_subnormal_2 = to_int(p_steps) + to_int(floor(p_steps - p_whole + 0.5f));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased) << 3;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(2113929216)) + 32768;
-            const I p_low_2 = p_word & 65535;
-            const I p_kept_ = p_low_2 + -32768;
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased) << 3;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e000000)) + 0x8000;
+            const I p_low_2 = p_word & 0xffff;
+            const I p_kept_ = p_low_2 - 0x8000;
             const I exp_avg_x_bits = bits(exp_avg_2);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
@@ -494,9 +494,9 @@ struct adamw_float16_amsgrad {
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
             store(p_at + i, p_sign | p_word >> 16);
             store(weight_low_at + i, p_kept_);
-            store_half<2>(exp_avg_at + i, min(I(2143289344), exp_avg_x_bits) + lshr(noise, 16));
-            store_half<2>(exp_avg_sq_at + i, min(I(2143289344), exp_avg_sq_x_bits) + (noise & 65535));
-            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(2143289344)));
+            store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
+            store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
+            store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));
         }
     }
 };

@@ -51,18 +51,18 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16(
@@ -99,22 +99,22 @@ def adamw_bfloat16(
     denom = sqrt(exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps  # 36  denom = sqrt(second) / sqrt(1 - beta2**t) + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8000, 0x7fc08000)
+    p_low = ((p_word & 0xffff) - 0x8000).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16(
@@ -138,10 +138,10 @@ def adamw_float16(
     p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
-    p_normal = (p_wide >> 3) + 939524096
-    p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
+    p_normal = (p_wide >> 3) + 0x38000000
+    p_finite = torch.where(p_wide < 0x4000000, p_subnormal, p_normal)
     # f16 and 16 more bits
-    p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - (p_wide == 0x7c000000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
     g_stored = b.elements(g_tensor)
@@ -157,32 +157,32 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom      # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 1099511627776.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 1099511627776.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = p_rebiased.clamp(max=0xf800000) << 3
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e000000) + 0x8000
+    p_low = p_word & 0xffff
+    p_kept = (p_low - 0x8000).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 16).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_amsgrad(
@@ -221,21 +221,21 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, p)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_bfloat16_amsgrad(
@@ -277,25 +277,25 @@ def adamw_bfloat16_amsgrad(
     denom = sqrt(max_exp_avg_sq) / sqrt_one_minus_beta2_pow_t + eps
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    p_word = torch.where(p == p, p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    p_word = torch.where(p == p, p.view(torch.int32) + 0x8000, 0x7fc08000)
+    p_low = ((p_word & 0xffff) - 0x8000).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float16_amsgrad(
@@ -319,10 +319,10 @@ def adamw_float16_amsgrad(
     p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
-    p_normal = (p_wide >> 3) + 939524096
-    p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
+    p_normal = (p_wide >> 3) + 0x38000000
+    p_finite = torch.where(p_wide < 0x4000000, p_subnormal, p_normal)
     # f16 and 16 more bits
-    p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - (p_wide == 0x7c000000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
     g_stored = b.elements(g_tensor)
@@ -343,35 +343,35 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 1099511627776.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 1099511627776.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 2113929216) + 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = p_rebiased.clamp(max=0xf800000) << 3
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e000000) + 0x8000
+    p_low = p_word & 0xffff
+    p_kept = (p_low - 0x8000).to(torch.int16)
     exp_avg_x_bits = exp_avg.view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134219776 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     b.store(p_tensor, (p_sign | p_word >> 16).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
-    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 65535), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
-    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def adamw_float32_decode(p_tensor, exp_avg_tensor, exp_avg_sq_tensor):
@@ -401,8 +401,8 @@ def adamw_float32_encode(values):
     exp_avg_sq_carry = (exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -431,8 +431,8 @@ def adamw_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8000, 0x7fc08000)
+    p_low = ((p_word & 0xffff) - 0x8000).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -440,8 +440,8 @@ def adamw_bfloat16_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -454,10 +454,10 @@ def adamw_float16_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_avg_sq
     p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
-    p_normal = (p_wide >> 3) + 939524096
-    p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
+    p_normal = (p_wide >> 3) + 0x38000000
+    p_finite = torch.where(p_wide < 0x4000000, p_subnormal, p_normal)
     # f16 and 16 more bits
-    p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - (p_wide == 0x7c000000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)        # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
@@ -476,18 +476,18 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 1099511627776.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 1099511627776.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = p_rebiased.clamp(max=0xf800000) << 3
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e000000) + 0x8000
+    p_low = p_word & 0xffff
+    p_kept = (p_low - 0x8000).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -495,8 +495,8 @@ def adamw_float16_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 16).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -533,9 +533,9 @@ def adamw_float32_amsgrad_encode(values):
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
     return {
         "p": b.flat(in_p),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -570,8 +570,8 @@ def adamw_bfloat16_amsgrad_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32768, 2143322112)
-    p_low = ((p_word & 65535) - 32768).to(torch.int16)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8000, 0x7fc08000)
+    p_low = ((p_word & 0xffff) - 0x8000).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -581,9 +581,9 @@ def adamw_bfloat16_amsgrad_encode(values):
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -598,10 +598,10 @@ def adamw_float16_amsgrad_decode(
     p_low = weight_low_code.to(torch.int32)
     p_wide = ((p_high & 32767) << 16) + p_low
     p_subnormal = (p_wide.to(torch.float32) * 9.094947017729282e-13).view(torch.int32)
-    p_normal = (p_wide >> 3) + 939524096
-    p_finite = torch.where(p_wide < 67108864, p_subnormal, p_normal)
+    p_normal = (p_wide >> 3) + 0x38000000
+    p_finite = torch.where(p_wide < 0x4000000, p_subnormal, p_normal)
     # f16 and 16 more bits
-    p = (torch.where(p_wide < 2080374784, p_finite, 2143289344 - (p_wide == 2080374784).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c000000, p_finite, 0x7fc00000 - (p_wide == 0x7c000000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_stored = b.elements(exp_avg_tensor)
     exp_avg = exp_avg_stored.to(torch.float32)                # bf16, stochastic
     exp_avg_sq_stored = b.elements(exp_avg_sq_tensor)
@@ -624,18 +624,18 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 1099511627776.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 1099511627776.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = p_rebiased.clamp(max=260046848) << 3
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 2113929216) + 32768
-    p_low = p_word & 65535
-    p_kept = (p_low - 32768).to(torch.int16)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = p_rebiased.clamp(max=0xf800000) << 3
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e000000) + 0x8000
+    p_low = p_word & 0xffff
+    p_kept = (p_low - 0x8000).to(torch.int16)
     exp_avg_x_bits = in_exp_avg.view(torch.int32)
     exp_avg_carry = (exp_avg_x_bits >> 16 & 1) + 32767
     exp_avg_sq_x_bits = in_exp_avg_sq.view(torch.int32)
@@ -645,7 +645,7 @@ def adamw_float16_amsgrad_encode(values):
     return {
         "p": b.flat((p_sign | p_word >> 16).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
-        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
-        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg": b.flat((torch.where(in_exp_avg == in_exp_avg, exp_avg_x_bits + exp_avg_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "exp_avg_sq": b.flat((torch.where(in_exp_avg_sq == in_exp_avg_sq, exp_avg_sq_x_bits + exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "max_exp_avg_sq": b.flat((torch.where(in_max_exp_avg_sq == in_max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }

@@ -55,8 +55,8 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -78,19 +78,20 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -102,7 +103,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -119,12 +121,12 @@ struct adamw_float32 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -134,17 +136,18 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -236,8 +239,8 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -259,20 +262,21 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -284,7 +288,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -294,7 +299,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -304,12 +309,12 @@ struct adamw_bfloat16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -319,17 +324,18 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -382,7 +388,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -425,8 +431,8 @@ struct adamw_float16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -448,20 +454,21 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
                 exp_avg_sq_top = larger<RAGGED>(exp_avg_sq_top, bits(exp_avg_sq), i, end);
                 store(exp_avg_kept + i, exp_avg);
@@ -473,7 +480,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -491,12 +499,12 @@ struct adamw_float16 {
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -506,17 +514,18 @@ struct adamw_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
             }
@@ -616,8 +625,8 @@ struct adamw_float32_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -646,22 +655,23 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f);
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g, g, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -678,7 +688,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -697,14 +708,14 @@ struct adamw_float32_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(730643660), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -717,21 +728,22 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) + -1.0f);
+                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
@@ -837,8 +849,8 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -867,23 +879,24 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f);
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -900,7 +913,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -910,7 +924,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -922,14 +936,14 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(730643660), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -942,21 +956,22 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) + -1.0f);
+                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);
@@ -1016,7 +1031,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1066,8 +1081,8 @@ struct adamw_float16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -1096,23 +1111,24 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_piece = to_int(exp_avg_code);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_piece = to_int(max_exp_avg_sq_code);
-                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f);
+                const F max_exp_avg_sq_value = max_exp_avg_sq_scale_mul * (as_float(max_exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_piece = to_int(exp_avg_sq_code);
                 const F g_cast = g_stored;
-                const F exp_avg_cast = to_float(exp_avg_piece + -7);
-                const F exp_avg_abs = abs(exp_avg_cast);
-                const F exp_avg_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_abs, -0.021500002592802048f))));
+                const F exp_avg_piece_cast = to_float(exp_avg_piece - 7);
+                const F exp_avg_piece_abs = abs(exp_avg_piece_cast);
+                const F exp_avg_piece_min = min(F(1.0f), max(F(0.0f), max(max(fma(0.22499999403953552f, exp_avg_piece_abs, -0.6875f), fma(0.044999998062849045f, exp_avg_piece_abs, -0.05749999359250069f)), fma(0.027000002562999725f, exp_avg_piece_abs, -0.021500002592802048f))));
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_cast < 0.0f, -1.0f * exp_avg_min, exp_avg_min));
+                const F exp_avg = fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * where(exp_avg_piece_cast < 0.0f, -1.0f * exp_avg_piece_min, exp_avg_piece_min));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 1258291200) - 8388608.0f));
+                const F exp_avg_sq = fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul * (as_float(exp_avg_sq_piece + 1 | 0x4b000000) - 8388608.0f));
                 // 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
                 const F max_exp_avg_sq = max(max_exp_avg_sq_value, exp_avg_sq);
                 exp_avg_top = larger<RAGGED>(exp_avg_top, bits(abs(exp_avg)), i, end);
@@ -1129,7 +1145,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1149,14 +1166,14 @@ struct adamw_float16_amsgrad {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 2139095040, max(I(730643660), exp_avg_top), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 2139095040, max(I(730643660), exp_avg_sq_top), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 2139095040, max(I(730643660), max_exp_avg_sq_top), I(2143289344)));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), max_exp_avg_sq_top), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -1169,21 +1186,22 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number);
-                const F g_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, g_abs, 0.33076924085617065f), fma(11.111111640930176f, g_abs, 1.8888888359069824f)), fma(4.444444179534912f, g_abs, 3.055555582046509f))));
-                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * g_rint, g_rint), F(8.0f)) + 7.0f);
-                const F exp_avg_sq_number = g_rcp_2 * exp_avg_sq;
-                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) + -1.0f);
+                const F exp_avg_number = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number);
+                const F exp_avg_number_rint = rint(min(F(7.0f), min(min(fma(61.538455963134766f, exp_avg_number_abs, 0.33076924085617065f), fma(11.111111640930176f, exp_avg_number_abs, 1.8888888359069824f)), fma(4.444444179534912f, exp_avg_number_abs, 3.055555582046509f))));
+                const I exp_avg_code_2 = to_int(where(exp_avg_number < 0.9437500238418579f, where(exp_avg_number < 0.0f, -1.0f * exp_avg_number_rint, exp_avg_number_rint), F(8.0f)) + 7.0f);
+                const F exp_avg_sq_number = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const I exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), exp_avg_sq_number)))) - 1.0f);
                 const F max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) + -1.0f);
+                const I max_exp_avg_sq_code_2 = to_int(rint(min(F(16.0f), max(F(1.0f), 16.0f * max(F(0.0f), max_exp_avg_sq_number)))) - 1.0f);
                 store(exp_avg_at + i, exp_avg_code_2);
                 store(exp_avg_sq_at + i, exp_avg_sq_code_2);
                 store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_2);

@@ -76,11 +76,11 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p)
@@ -162,14 +162,14 @@ def adamw_bfloat16(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
@@ -207,7 +207,7 @@ def adamw_bfloat16_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -249,11 +249,11 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p.to(torch.float16))
@@ -341,15 +341,15 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p)
@@ -446,18 +446,18 @@ def adamw_bfloat16_amsgrad(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store_codes(exp_avg_tensor, (exp_avg_code & 15).to(torch.uint8), 4)
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store_codes(exp_avg_sq_tensor, (exp_avg_sq_code & 15).to(torch.uint8), 4)
@@ -501,7 +501,7 @@ def adamw_bfloat16_amsgrad_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
@@ -552,15 +552,15 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     b.store(p_tensor, p.to(torch.float16))
@@ -639,11 +639,11 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
@@ -712,15 +712,15 @@ def adamw_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
@@ -751,7 +751,7 @@ def adamw_bfloat16_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }
@@ -786,11 +786,11 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
@@ -864,15 +864,15 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
@@ -954,19 +954,19 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat_codes((exp_avg_code & 15).to(torch.uint8), 4),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat_codes((exp_avg_sq_code & 15).to(torch.uint8), 4),
@@ -1002,7 +1002,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "max_exp_avg_sq": b.flat(in_max_exp_avg_sq),
@@ -1045,15 +1045,15 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic4_ends_a30be13f)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, linear4_nozero_ends_e5959b1b)
     return {

@@ -40,34 +40,34 @@ def adamw_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -262,36 +262,36 @@ def adamw_bfloat16_tile(
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -413,7 +413,7 @@ def adamw_bfloat16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -490,34 +490,34 @@ def adamw_float16_tile(
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
     # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = tl.fma(minus(exp_avg), reciprocal(tl.fma(tl.sqrt(exp_avg_sq), scalar_4, scalar_5)), p)
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -711,21 +711,21 @@ def adamw_float32_amsgrad_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0)
+    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/adamw.py)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g, g, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -734,27 +734,27 @@ def adamw_float32_amsgrad_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -961,7 +961,7 @@ def adamw_bfloat16_amsgrad_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0)
+    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
@@ -970,14 +970,14 @@ def adamw_bfloat16_amsgrad_tile(
     # -- update  (specs/adamw.py)
     g_cast = widened(g_stored)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -986,29 +986,29 @@ def adamw_bfloat16_amsgrad_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 
@@ -1143,7 +1143,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1219,7 +1219,7 @@ def adamw_float16_amsgrad_tile(
     max_exp_avg_sq_scale_mul = 0.0625 * max_exp_avg_sq_scale
     max_exp_avg_sq_code = unpacked(get(max_exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     max_exp_avg_sq_piece = max_exp_avg_sq_code.to(tl.int32)
-    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0)
+    max_exp_avg_sq_value = max_exp_avg_sq_scale_mul[:, None] * ((max_exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = unpacked(get(exp_avg_sq_ptr, at_eight, live_eight, MASKED), 4)
     exp_avg_sq_piece = exp_avg_sq_code.to(tl.int32)
@@ -1228,14 +1228,14 @@ def adamw_float16_amsgrad_tile(
     # -- update  (specs/adamw.py)
     g_cast = g_stored.to(tl.float32)
     exp_avg_scale_mul = beta1 * exp_avg_scale
-    exp_avg_cast = (exp_avg_piece + -7).to(tl.float32)
-    exp_avg_abs = tl.abs(exp_avg_cast)
-    exp_avg_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_piece_cast = (exp_avg_piece - 7).to(tl.float32)
+    exp_avg_piece_abs = tl.abs(exp_avg_piece_cast)
+    exp_avg_piece_min = tl.minimum(tl.maximum(tl.maximum(tl.maximum(tl.fma(0.22499999403953552, exp_avg_piece_abs, -0.6875), tl.fma(0.044999998062849045, exp_avg_piece_abs, -0.05749999359250069), propagate_nan=tl.PropagateNan.ALL), tl.fma(0.027000002562999725, exp_avg_piece_abs, -0.021500002592802048), propagate_nan=tl.PropagateNan.ALL), 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL)
     # 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_cast < 0.0, -1.0 * exp_avg_min, exp_avg_min))
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul[:, None] * tl.where(exp_avg_piece_cast < 0.0, -1.0 * exp_avg_piece_min, exp_avg_piece_min))
     exp_avg_sq_scale_mul = beta2_times_0p0625 * exp_avg_sq_scale
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 1258291200).to(tl.float32, bitcast=True) - 8388608.0))
+    exp_avg_sq = tl.fma(scalar_2 * g_cast, g_cast, exp_avg_sq_scale_mul[:, None] * ((exp_avg_sq_piece + 1 | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0))
     # 34  max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
     max_exp_avg_sq = tl.maximum(max_exp_avg_sq_value, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     p = one_minus_lr_times_weight_decay * p  # 30  p = decoupled(p, rate, weight_decay)
@@ -1244,27 +1244,27 @@ def adamw_float16_amsgrad_tile(
     # -- encode and store
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_scale = tl.where(exp_avg_top < 2139095040, tl.maximum(exp_avg_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_scale = tl.where(exp_avg_top < 0x7f800000, tl.maximum(exp_avg_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    g_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, g_abs, 0.33076924085617065), tl.fma(11.111111640930176, g_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, g_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
-    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * g_rint, g_rint), 8.0) + 7.0).to(tl.int32)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_number_rint = rint(tl.minimum(tl.minimum(tl.minimum(tl.fma(61.538455963134766, exp_avg_number_abs, 0.33076924085617065), tl.fma(11.111111640930176, exp_avg_number_abs, 1.8888888359069824), propagate_nan=tl.PropagateNan.ALL), tl.fma(4.444444179534912, exp_avg_number_abs, 3.055555582046509), propagate_nan=tl.PropagateNan.ALL), 7.0, propagate_nan=tl.PropagateNan.ALL))
+    exp_avg_code = (tl.where(exp_avg_number < 0.9437500238418579, tl.where(exp_avg_number < 0.0, -1.0 * exp_avg_number_rint, exp_avg_number_rint), 8.0) + 7.0).to(tl.int32)
     put(exp_avg_ptr, at_eight, packed(exp_avg_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     exp_avg_sq_top = block_max(exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 2139095040, tl.maximum(exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_top < 0x7f800000, tl.maximum(exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.to(tl.int32, bitcast=True), live, MASKED)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 2139095040, tl.maximum(max_exp_avg_sq_top, 730643660), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_top < 0x7f800000, tl.maximum(max_exp_avg_sq_top, 0x2b8cbccc), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) + -1.0).to(tl.int32)
+    max_exp_avg_sq_code = (rint(tl.minimum(tl.maximum(16.0 * tl.maximum(max_exp_avg_sq_number, 0.0, propagate_nan=tl.PropagateNan.ALL), 1.0, propagate_nan=tl.PropagateNan.ALL), 16.0, propagate_nan=tl.PropagateNan.ALL)) - 1.0).to(tl.int32)
     put(max_exp_avg_sq_ptr, at_eight, packed(max_exp_avg_sq_code.to(tl.uint8), live, MASKED, 4), live_eight, MASKED)
 
 

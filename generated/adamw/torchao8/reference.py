@@ -288,11 +288,11 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p)
@@ -374,14 +374,14 @@ def adamw_bfloat16(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
@@ -419,7 +419,7 @@ def adamw_bfloat16_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -461,11 +461,11 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p.to(torch.float16))
@@ -553,15 +553,15 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p)
@@ -658,18 +658,18 @@ def adamw_bfloat16_amsgrad(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg_code.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store(exp_avg_sq_tensor, exp_avg_sq_code.to(torch.uint8))
@@ -713,7 +713,7 @@ def adamw_bfloat16_amsgrad_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
@@ -764,15 +764,15 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     b.store(p_tensor, p.to(torch.float16))
@@ -851,11 +851,11 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
@@ -924,15 +924,15 @@ def adamw_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
@@ -963,7 +963,7 @@ def adamw_bfloat16_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }
@@ -998,11 +998,11 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
@@ -1076,15 +1076,15 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
@@ -1166,19 +1166,19 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(exp_avg_code.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat(exp_avg_sq_code.to(torch.uint8)),
@@ -1214,7 +1214,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "max_exp_avg_sq": b.flat(in_max_exp_avg_sq),
@@ -1257,15 +1257,15 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_scale = torch.where(exp_avg_top < 2139095040, exp_avg_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_scale = torch.where(exp_avg_top < 0x7f800000, exp_avg_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
     exp_avg_code = search(exp_avg_number, dynamic8_ends_12373103)
     exp_avg_sq_top = block_max(in_exp_avg_sq.view(torch.int32), b.live)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
     exp_avg_sq_code = search(exp_avg_sq_number, udynamic8_ends_ab19da8a)
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.view(torch.int32), b.live)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_top.clamp(min=730643660), 2143289344).view(torch.float32)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_top.clamp(min=0x2b8cbccc), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
     max_exp_avg_sq_code = search(max_exp_avg_sq_number, udynamic8_ends_ab19da8a)
     return {

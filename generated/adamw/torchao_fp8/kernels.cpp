@@ -52,8 +52,8 @@ struct adamw_float32 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -75,20 +75,21 @@ struct adamw_float32 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -106,7 +107,8 @@ struct adamw_float32 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -124,15 +126,15 @@ struct adamw_float32 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -142,26 +144,27 @@ struct adamw_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
@@ -246,8 +249,8 @@ struct adamw_bfloat16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -269,20 +272,21 @@ struct adamw_bfloat16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 const F g_cast = g_stored;
@@ -301,7 +305,8 @@ struct adamw_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -311,7 +316,7 @@ struct adamw_bfloat16 {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -322,15 +327,15 @@ struct adamw_bfloat16 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -340,26 +345,27 @@ struct adamw_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
@@ -408,7 +414,7 @@ struct adamw_bfloat16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -448,8 +454,8 @@ struct adamw_float16 {
         alignas(64) float exp_avg_sq_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
 
@@ -471,20 +477,21 @@ struct adamw_float16 {
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 const F g_cast = g_stored;
@@ -503,7 +510,8 @@ struct adamw_float16 {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -522,15 +530,15 @@ struct adamw_float16 {
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
@@ -540,26 +548,27 @@ struct adamw_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
@@ -650,8 +659,8 @@ struct adamw_float32_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -679,28 +688,29 @@ struct adamw_float32_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
-                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
+                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 0x3c000000);
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
@@ -723,7 +733,8 @@ struct adamw_float32_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const F p = load(p_at + i);
@@ -743,19 +754,19 @@ struct adamw_float32_amsgrad {
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             const I max_exp_avg_sq_share = bits(as_float(max_exp_avg_sq_top) * one_over_448);
-            const I max_exp_avg_sq_scale_where = where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, I(2143289344));
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_where < 2139095040, max(I(656463813), max_exp_avg_sq_scale_where), I(2143289344)));
+            const I max_exp_avg_sq_share_where = where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, I(0x7fc00000));
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), max_exp_avg_sq_share_where), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -768,36 +779,37 @@ struct adamw_float32_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 const F max_exp_avg_sq_number_3 = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_abs = abs(max_exp_avg_sq_number_3);
-                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_scale_abs) + 16384.0f) + -1182793728;
-                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_scale_abs);
-                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287;
-                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960;
-                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_scale_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
+                const F max_exp_avg_sq_number_abs = abs(max_exp_avg_sq_number_3);
+                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_number_abs);
+                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
+                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
@@ -892,8 +904,8 @@ struct adamw_bfloat16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -921,28 +933,29 @@ struct adamw_bfloat16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
-                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
+                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 0x3c000000);
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 const F g_cast = g_stored;
@@ -966,7 +979,8 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -976,7 +990,7 @@ struct adamw_bfloat16_amsgrad {
                 const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
                 const I p_x_bits = bits(p_3);
                 const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             }
         }
 
@@ -989,19 +1003,19 @@ struct adamw_bfloat16_amsgrad {
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             const I max_exp_avg_sq_share = bits(as_float(max_exp_avg_sq_top) * one_over_448);
-            const I max_exp_avg_sq_scale_where = where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, I(2143289344));
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_where < 2139095040, max(I(656463813), max_exp_avg_sq_scale_where), I(2143289344)));
+            const I max_exp_avg_sq_share_where = where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, I(0x7fc00000));
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), max_exp_avg_sq_share_where), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -1014,36 +1028,37 @@ struct adamw_bfloat16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 const F max_exp_avg_sq_number_3 = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_abs = abs(max_exp_avg_sq_number_3);
-                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_scale_abs) + 16384.0f) + -1182793728;
-                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_scale_abs);
-                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287;
-                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960;
-                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_scale_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
+                const F max_exp_avg_sq_number_abs = abs(max_exp_avg_sq_number_3);
+                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_number_abs);
+                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
+                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);
@@ -1097,7 +1112,7 @@ struct adamw_bfloat16_amsgrad_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -1142,8 +1157,8 @@ struct adamw_float16_amsgrad {
         alignas(64) float max_exp_avg_sq_scale_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_sq_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_kept[TILE / BLOCK];
-        alignas(64) float g_rcp_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_scale_rcp_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         alignas(64) float max_exp_avg_sq_scale_rcp_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_sq_top_kept[TILE / BLOCK];
@@ -1171,28 +1186,29 @@ struct adamw_float16_amsgrad {
             I exp_avg_top(INT32_MIN);
             I exp_avg_sq_top(INT32_MIN);
             I max_exp_avg_sq_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F g_stored = Grad::load(g_at + i);
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const I exp_avg_pattern = to_int(exp_avg_code);
                 const I exp_avg_size = exp_avg_pattern & 127;
-                const F exp_avg_count = as_float(exp_avg_size | 1258291200) - 8388608.0f;
-                const F exp_avg_normal = as_float((exp_avg_size << 20) + 1006632960);
+                const F exp_avg_count = as_float(exp_avg_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_normal = as_float((exp_avg_size << 20) + 0x3c000000);
                 const F exp_avg_number = where(exp_avg_size < 8, 0.001953125f * exp_avg_count, exp_avg_normal);
                 const F exp_avg_number_2 = as_float(bits(exp_avg_number) | (exp_avg_pattern & 128) << 24);
                 const U8 max_exp_avg_sq_code = raw(max_exp_avg_sq_at + i);
                 const I max_exp_avg_sq_pattern = to_int(max_exp_avg_sq_code);
                 const I max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127;
-                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 1006632960);
+                const F max_exp_avg_sq_count = as_float(max_exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F max_exp_avg_sq_normal = as_float((max_exp_avg_sq_size << 20) + 0x3c000000);
                 const F max_exp_avg_sq_number = where(max_exp_avg_sq_size < 8, 0.001953125f * max_exp_avg_sq_count, max_exp_avg_sq_normal);
                 const F max_exp_avg_sq_number_2 = as_float(bits(max_exp_avg_sq_number) | (max_exp_avg_sq_pattern & 128) << 24);
                 const F max_exp_avg_sq_value = max_exp_avg_sq_scale * max_exp_avg_sq_number_2;
                 const U8 exp_avg_sq_code = raw(exp_avg_sq_at + i);
                 const I exp_avg_sq_pattern = to_int(exp_avg_sq_code);
                 const I exp_avg_sq_size = exp_avg_sq_pattern & 127;
-                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 1258291200) - 8388608.0f;
-                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 1006632960);
+                const F exp_avg_sq_count = as_float(exp_avg_sq_size | 0x4b000000) - 8388608.0f;
+                const F exp_avg_sq_normal = as_float((exp_avg_sq_size << 20) + 0x3c000000);
                 const F exp_avg_sq_number = where(exp_avg_sq_size < 8, 0.001953125f * exp_avg_sq_count, exp_avg_sq_normal);
                 const F exp_avg_sq_number_2 = as_float(bits(exp_avg_sq_number) | (exp_avg_sq_pattern & 128) << 24);
                 const F g_cast = g_stored;
@@ -1216,7 +1232,8 @@ struct adamw_float16_amsgrad {
 
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
                 const U16 p_stored = raw(p_at + i);
@@ -1237,19 +1254,19 @@ struct adamw_float16_amsgrad {
             const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
-            const I g_where = where(exp_avg_top < 2139095040, exp_avg_share, I(2143289344));
-            const F exp_avg_scale_2 = as_float(where(g_where < 2139095040, max(I(656463813), g_where), I(2143289344)));
-            const F g_rcp = 1.0f / exp_avg_scale_2;
+            const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
+            const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const I exp_avg_sq_share = bits(as_float(exp_avg_sq_top) * one_over_448);
-            const I g_where_2 = where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, I(2143289344));
-            const F exp_avg_sq_scale_2 = as_float(where(g_where_2 < 2139095040, max(I(656463813), g_where_2), I(2143289344)));
-            const F g_rcp_2 = 1.0f / exp_avg_sq_scale_2;
+            const I exp_avg_sq_share_where = where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, I(0x7fc00000));
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_sq_share_where), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
             const I max_exp_avg_sq_share = bits(as_float(max_exp_avg_sq_top) * one_over_448);
-            const I max_exp_avg_sq_scale_where = where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, I(2143289344));
-            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_scale_where < 2139095040, max(I(656463813), max_exp_avg_sq_scale_where), I(2143289344)));
+            const I max_exp_avg_sq_share_where = where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, I(0x7fc00000));
+            const F max_exp_avg_sq_scale_2 = as_float(where(max_exp_avg_sq_share_where < 0x7f800000, max(I(0x2720d7c5), max_exp_avg_sq_share_where), I(0x7fc00000)));
             const F max_exp_avg_sq_scale_rcp = 1.0f / max_exp_avg_sq_scale_2;
-            store(g_rcp_kept + b, g_rcp);
-            store(g_rcp_2_kept + b, g_rcp_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
             store(max_exp_avg_sq_scale_rcp_kept + b, max_exp_avg_sq_scale_rcp);
             store(exp_avg_scale_at + b, exp_avg_scale_2);
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
@@ -1262,36 +1279,37 @@ struct adamw_float16_amsgrad {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
-            const F g_rcp(g_rcp_kept[b]);
-            const F g_rcp_2(g_rcp_2_kept[b]);
+            const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
+            const F exp_avg_sq_scale_rcp(exp_avg_sq_scale_rcp_kept[b]);
             const F max_exp_avg_sq_scale_rcp(max_exp_avg_sq_scale_rcp_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq = load(exp_avg_sq_kept + i);
                 const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F exp_avg_number_3 = g_rcp * exp_avg;
-                const F g_abs = abs(exp_avg_number_3);
-                const I exp_avg_small = bits(min(F(0.015625f), g_abs) + 16384.0f) + -1182793728;
-                const I exp_avg_word = bits(g_abs);
-                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287;
-                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) + -960;
-                const I exp_avg_pattern_2 = min(I(126), where(g_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
+                const F exp_avg_number_3 = exp_avg_scale_rcp * exp_avg;
+                const F exp_avg_number_abs = abs(exp_avg_number_3);
+                const I exp_avg_small = bits(min(F(0.015625f), exp_avg_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_word = bits(exp_avg_number_abs);
+                const I exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_normal_2 = (exp_avg_word + exp_avg_carry >> 20) - 960;
+                const I exp_avg_pattern_2 = min(I(126), where(exp_avg_number_abs < 0.015625f, exp_avg_small, exp_avg_normal_2));
                 const I exp_avg_pattern_3 = exp_avg_pattern_2 | bits(exp_avg_number_3) >> 24 & 128;
-                const F exp_avg_sq_number_3 = g_rcp_2 * exp_avg_sq;
-                const F g_abs_2 = abs(exp_avg_sq_number_3);
-                const I exp_avg_sq_small = bits(min(F(0.015625f), g_abs_2) + 16384.0f) + -1182793728;
-                const I exp_avg_sq_word = bits(g_abs_2);
-                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287;
-                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960;
-                const I exp_avg_sq_pattern_2 = min(I(126), where(g_abs_2 < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
+                const F exp_avg_sq_number_3 = exp_avg_sq_scale_rcp * exp_avg_sq;
+                const F exp_avg_sq_number_abs = abs(exp_avg_sq_number_3);
+                const I exp_avg_sq_small = bits(min(F(0.015625f), exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I exp_avg_sq_word = bits(exp_avg_sq_number_abs);
+                const I exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I exp_avg_sq_normal_2 = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960;
+                const I exp_avg_sq_pattern_2 = min(I(126), where(exp_avg_sq_number_abs < 0.015625f, exp_avg_sq_small, exp_avg_sq_normal_2));
                 const I exp_avg_sq_pattern_3 = exp_avg_sq_pattern_2 | bits(exp_avg_sq_number_3) >> 24 & 128;
                 const F max_exp_avg_sq_number_3 = max_exp_avg_sq_scale_rcp * max_exp_avg_sq;
-                const F max_exp_avg_sq_scale_abs = abs(max_exp_avg_sq_number_3);
-                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_scale_abs) + 16384.0f) + -1182793728;
-                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_scale_abs);
-                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287;
-                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960;
-                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_scale_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
+                const F max_exp_avg_sq_number_abs = abs(max_exp_avg_sq_number_3);
+                const I max_exp_avg_sq_small = bits(min(F(0.015625f), max_exp_avg_sq_number_abs) + 16384.0f) - 0x46800000;
+                const I max_exp_avg_sq_word = bits(max_exp_avg_sq_number_abs);
+                const I max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff;
+                const I max_exp_avg_sq_normal_2 = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960;
+                const I max_exp_avg_sq_pattern_2 = min(I(126), where(max_exp_avg_sq_number_abs < 0.015625f, max_exp_avg_sq_small, max_exp_avg_sq_normal_2));
                 const I max_exp_avg_sq_pattern_3 = max_exp_avg_sq_pattern_2 | bits(max_exp_avg_sq_number_3) >> 24 & 128;
                 store(exp_avg_at + i, exp_avg_pattern_3);
                 store(exp_avg_sq_at + i, exp_avg_sq_pattern_3);

@@ -40,7 +40,7 @@ def adamw_float32(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -51,7 +51,7 @@ def adamw_float32(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -67,27 +67,27 @@ def adamw_float32(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
@@ -150,7 +150,7 @@ def adamw_bfloat16(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -161,7 +161,7 @@ def adamw_bfloat16(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -179,29 +179,29 @@ def adamw_bfloat16(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
@@ -239,7 +239,7 @@ def adamw_bfloat16_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -265,7 +265,7 @@ def adamw_float16(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -276,7 +276,7 @@ def adamw_float16(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -292,27 +292,27 @@ def adamw_float16(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p.to(torch.float16))
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
@@ -376,7 +376,7 @@ def adamw_float32_amsgrad(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -387,7 +387,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -396,7 +396,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -415,39 +415,39 @@ def adamw_float32_amsgrad(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_where < 2139095040, max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
-    max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
@@ -518,7 +518,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -529,7 +529,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -538,7 +538,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -559,41 +559,41 @@ def adamw_bfloat16_amsgrad(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_where < 2139095040, max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
-    max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, exp_avg_scale)
     b.store(exp_avg_sq_tensor, exp_avg_sq_pattern.to(torch.uint8))
@@ -637,7 +637,7 @@ def adamw_bfloat16_amsgrad_small(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
     b.store(max_exp_avg_sq_tensor, max_exp_avg_sq)
@@ -665,7 +665,7 @@ def adamw_float16_amsgrad(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -676,7 +676,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -685,7 +685,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -704,39 +704,39 @@ def adamw_float16_amsgrad(
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(exp_avg_where < 2139095040, exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
-    exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(exp_avg_sq_where < 2139095040, exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
-    exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_where < 2139095040, max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
-    max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     b.store(p_tensor, p.to(torch.float16))
     b.store(exp_avg_tensor, exp_avg_pattern.to(torch.uint8))
@@ -796,7 +796,7 @@ def adamw_float32_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -805,7 +805,7 @@ def adamw_float32_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -825,27 +825,27 @@ def adamw_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p),
@@ -893,7 +893,7 @@ def adamw_bfloat16_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -902,7 +902,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -924,30 +924,30 @@ def adamw_bfloat16_encode(values):
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
@@ -978,7 +978,7 @@ def adamw_bfloat16_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }
@@ -995,7 +995,7 @@ def adamw_float16_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1004,7 +1004,7 @@ def adamw_float16_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -1024,27 +1024,27 @@ def adamw_float16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p.to(torch.float16)),
@@ -1093,7 +1093,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1102,7 +1102,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -1111,7 +1111,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -1133,39 +1133,39 @@ def adamw_float32_amsgrad_encode(values):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(in_max_exp_avg_sq_where < 2139095040, in_max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
-    in_max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (in_max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = in_max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(in_max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p),
@@ -1220,7 +1220,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1229,7 +1229,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -1238,7 +1238,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -1262,42 +1262,42 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(in_max_exp_avg_sq_where < 2139095040, in_max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
-    in_max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (in_max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = in_max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(in_max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(exp_avg_pattern.to(torch.uint8)),
         "exp_avg_scale": b.flat_per_block(exp_avg_scale),
         "exp_avg_sq": b.flat(exp_avg_sq_pattern.to(torch.uint8)),
@@ -1333,7 +1333,7 @@ def adamw_bfloat16_amsgrad_small_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "max_exp_avg_sq": b.flat(in_max_exp_avg_sq),
@@ -1352,7 +1352,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_pattern = exp_avg_code.to(torch.int32)
     exp_avg_size = exp_avg_pattern & 127
     exp_avg_count = exp_avg_size.to(torch.float32)
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_number = torch.where(exp_avg_size < 8, exp_avg_count * 0.001953125, exp_avg_normal)
     exp_avg_number = (exp_avg_number.view(torch.int32) | (exp_avg_pattern & 128) << 24).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
@@ -1361,7 +1361,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_pattern = exp_avg_sq_code.to(torch.int32)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
     exp_avg_sq_count = exp_avg_sq_size.to(torch.float32)
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     exp_avg_sq_number = torch.where(exp_avg_sq_size < 8, exp_avg_sq_count * 0.001953125, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.view(torch.int32) | (exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
@@ -1370,7 +1370,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_pattern = max_exp_avg_sq_code.to(torch.int32)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
     max_exp_avg_sq_count = max_exp_avg_sq_size.to(torch.float32)
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).view(torch.float32)
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).view(torch.float32)
     max_exp_avg_sq_number = torch.where(max_exp_avg_sq_size < 8, max_exp_avg_sq_count * 0.001953125, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.view(torch.int32) | (max_exp_avg_sq_pattern & 128) << 24).view(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
@@ -1392,39 +1392,39 @@ def adamw_float16_amsgrad_encode(values):
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
     exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_where = torch.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = torch.where(in_exp_avg_where < 2139095040, in_exp_avg_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
-    in_exp_avg_abs = exp_avg_number.abs()
-    exp_avg_small = (in_exp_avg_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_word = in_exp_avg_abs.view(torch.int32)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
+    exp_avg_number_abs = exp_avg_number.abs()
+    exp_avg_small = (exp_avg_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.view(torch.int32)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
     exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
-    exp_avg_pattern = torch.where(in_exp_avg_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
+    exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
     exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_exp_avg_sq_where = torch.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = torch.where(in_exp_avg_sq_where < 2139095040, in_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
-    in_exp_avg_sq_abs = exp_avg_sq_number.abs()
-    exp_avg_sq_small = (in_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    exp_avg_sq_word = in_exp_avg_sq_abs.view(torch.int32)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
+    exp_avg_sq_number_abs = exp_avg_sq_number.abs()
+    exp_avg_sq_small = (exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.view(torch.int32)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
     exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
-    exp_avg_sq_pattern = torch.where(in_exp_avg_sq_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
+    exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
-    in_max_exp_avg_sq_where = torch.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = torch.where(in_max_exp_avg_sq_where < 2139095040, in_max_exp_avg_sq_where.clamp(min=656463813), 2143289344).view(torch.float32)
+    max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
-    in_max_exp_avg_sq_abs = max_exp_avg_sq_number.abs()
-    max_exp_avg_sq_small = (in_max_exp_avg_sq_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 1182793728
-    max_exp_avg_sq_word = in_max_exp_avg_sq_abs.view(torch.int32)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
+    max_exp_avg_sq_number_abs = max_exp_avg_sq_number.abs()
+    max_exp_avg_sq_small = (max_exp_avg_sq_number_abs.clamp(max=0.015625) + 16384.0).view(torch.int32) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.view(torch.int32)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
     max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
-    max_exp_avg_sq_pattern = torch.where(in_max_exp_avg_sq_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
+    max_exp_avg_sq_pattern = torch.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal).clamp(max=126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.view(torch.int32) >> 24 & 128
     return {
         "p": b.flat(in_p.to(torch.float16)),

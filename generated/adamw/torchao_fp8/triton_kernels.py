@@ -35,16 +35,16 @@ def adamw_float32_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
@@ -62,32 +62,32 @@ def adamw_float32_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
@@ -270,16 +270,16 @@ def adamw_bfloat16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -298,35 +298,35 @@ def adamw_bfloat16_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
@@ -443,7 +443,7 @@ def adamw_bfloat16_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -513,16 +513,16 @@ def adamw_float16_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     exp_avg_sq_scale = get(exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -542,32 +542,32 @@ def adamw_float16_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
@@ -752,16 +752,16 @@ def adamw_float32_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
-    max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     max_exp_avg_sq_number = tl.where(max_exp_avg_sq_size < 8, 0.001953125 * max_exp_avg_sq_count, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
@@ -769,8 +769,8 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p = get(p_ptr, at, live, MASKED)
@@ -790,47 +790,47 @@ def adamw_float32_amsgrad_tile(
     put(p_ptr, at, p, live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_scale_where = tl.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_where < 2139095040, tl.maximum(max_exp_avg_sq_scale_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_share_where < 0x7f800000, tl.maximum(max_exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_scale_abs = tl.abs(max_exp_avg_sq_number)
-    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_scale_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_scale_abs.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
-    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960
-    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_scale_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
+    max_exp_avg_sq_number_abs = tl.abs(max_exp_avg_sq_number)
+    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
+    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
@@ -1026,16 +1026,16 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
-    max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     max_exp_avg_sq_number = tl.where(max_exp_avg_sq_size < 8, 0.001953125 * max_exp_avg_sq_count, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
@@ -1043,8 +1043,8 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1065,50 +1065,50 @@ def adamw_bfloat16_amsgrad_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_scale_where = tl.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_where < 2139095040, tl.maximum(max_exp_avg_sq_scale_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_share_where < 0x7f800000, tl.maximum(max_exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_scale_abs = tl.abs(max_exp_avg_sq_number)
-    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_scale_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_scale_abs.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
-    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960
-    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_scale_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
+    max_exp_avg_sq_number_abs = tl.abs(max_exp_avg_sq_number)
+    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
+    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 
@@ -1236,7 +1236,7 @@ def adamw_bfloat16_amsgrad_small_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1308,16 +1308,16 @@ def adamw_float16_amsgrad_tile(
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_pattern = apart(exp_avg_code)
     exp_avg_size = exp_avg_pattern & 127
-    exp_avg_count = (exp_avg_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_normal = ((exp_avg_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_count = (exp_avg_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_normal = ((exp_avg_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_number = tl.where(exp_avg_size < 8, 0.001953125 * exp_avg_count, exp_avg_normal)
     exp_avg_number = (exp_avg_number.to(tl.int32, bitcast=True) | (exp_avg_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_scale = get(max_exp_avg_sq_scale_ptr, at_block, live_block, MASKED)
     max_exp_avg_sq_code = get(max_exp_avg_sq_ptr, at, live, MASKED)
     max_exp_avg_sq_pattern = apart(max_exp_avg_sq_code)
     max_exp_avg_sq_size = max_exp_avg_sq_pattern & 127
-    max_exp_avg_sq_count = (max_exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_count = (max_exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    max_exp_avg_sq_normal = ((max_exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     max_exp_avg_sq_number = tl.where(max_exp_avg_sq_size < 8, 0.001953125 * max_exp_avg_sq_count, max_exp_avg_sq_normal)
     max_exp_avg_sq_number = (max_exp_avg_sq_number.to(tl.int32, bitcast=True) | (max_exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     max_exp_avg_sq_value = max_exp_avg_sq_scale[:, None] * max_exp_avg_sq_number
@@ -1325,8 +1325,8 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_pattern = apart(exp_avg_sq_code)
     exp_avg_sq_size = exp_avg_sq_pattern & 127
-    exp_avg_sq_count = (exp_avg_sq_size | 1258291200).to(tl.float32, bitcast=True) - 8388608.0
-    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    exp_avg_sq_count = (exp_avg_sq_size | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0
+    exp_avg_sq_normal = ((exp_avg_sq_size << 20) + 0x3c000000).to(tl.float32, bitcast=True)
     exp_avg_sq_number = tl.where(exp_avg_sq_size < 8, 0.001953125 * exp_avg_sq_count, exp_avg_sq_normal)
     exp_avg_sq_number = (exp_avg_sq_number.to(tl.int32, bitcast=True) | (exp_avg_sq_pattern & 128) << 24).to(tl.float32, bitcast=True)
     p_stored = get(p_ptr, at, live, MASKED)
@@ -1348,47 +1348,47 @@ def adamw_float16_amsgrad_tile(
     put(p_ptr, at, p.to(tl.float16), live, MASKED)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_share = (exp_avg_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_top < 2139095040, exp_avg_share, 2143289344)
-    exp_avg_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_share_where = tl.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
+    exp_avg_scale = tl.where(exp_avg_share_where < 0x7f800000, tl.maximum(exp_avg_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_scale_ptr, at_block, exp_avg_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_scale)
-    exp_avg_number = g_rcp[:, None] * exp_avg
-    g_abs = tl.abs(exp_avg_number)
-    exp_avg_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_carry = (exp_avg_word >> 20 & 1) + 524287
-    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) + -960
-    exp_avg_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
+    exp_avg_scale_rcp = inverse(exp_avg_scale)
+    exp_avg_number = exp_avg_scale_rcp[:, None] * exp_avg
+    exp_avg_number_abs = tl.abs(exp_avg_number)
+    exp_avg_small = (tl.minimum(exp_avg_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_word = exp_avg_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_carry = (exp_avg_word >> 20 & 1) + 0x7ffff
+    exp_avg_normal = (exp_avg_word + exp_avg_carry >> 20) - 960
+    exp_avg_pattern = tl.minimum(tl.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal), 126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_ptr, at, exp_avg_pattern.to(tl.uint8), live, MASKED)
     exp_avg_sq_top = block_magnitude(exp_avg_sq, live, MASKED)
     exp_avg_sq_share = (exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    g_where = tl.where(exp_avg_sq_top < 2139095040, exp_avg_sq_share, 2143289344)
-    exp_avg_sq_scale = tl.where(g_where < 2139095040, tl.maximum(g_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    exp_avg_sq_share_where = tl.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
+    exp_avg_sq_scale = tl.where(exp_avg_sq_share_where < 0x7f800000, tl.maximum(exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(exp_avg_sq_scale_ptr, at_block, exp_avg_sq_scale, live_block, MASKED)
-    g_rcp = inverse(exp_avg_sq_scale)
-    exp_avg_sq_number = g_rcp[:, None] * exp_avg_sq
-    g_abs = tl.abs(exp_avg_sq_number)
-    exp_avg_sq_small = (tl.minimum(g_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    exp_avg_sq_word = g_abs.to(tl.int32, bitcast=True)
-    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 524287
-    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) + -960
-    exp_avg_sq_pattern = tl.minimum(tl.where(g_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
+    exp_avg_sq_scale_rcp = inverse(exp_avg_sq_scale)
+    exp_avg_sq_number = exp_avg_sq_scale_rcp[:, None] * exp_avg_sq
+    exp_avg_sq_number_abs = tl.abs(exp_avg_sq_number)
+    exp_avg_sq_small = (tl.minimum(exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    exp_avg_sq_word = exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    exp_avg_sq_carry = (exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    exp_avg_sq_normal = (exp_avg_sq_word + exp_avg_sq_carry >> 20) - 960
+    exp_avg_sq_pattern = tl.minimum(tl.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal), 126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(exp_avg_sq_ptr, at, exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
     max_exp_avg_sq_top = block_magnitude(max_exp_avg_sq, live, MASKED)
     max_exp_avg_sq_share = (max_exp_avg_sq_top.to(tl.float32, bitcast=True) * one_over_448).to(tl.int32, bitcast=True)
-    max_exp_avg_sq_scale_where = tl.where(max_exp_avg_sq_top < 2139095040, max_exp_avg_sq_share, 2143289344)
-    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_scale_where < 2139095040, tl.maximum(max_exp_avg_sq_scale_where, 656463813), 2143289344).to(tl.float32, bitcast=True)
+    max_exp_avg_sq_share_where = tl.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
+    max_exp_avg_sq_scale = tl.where(max_exp_avg_sq_share_where < 0x7f800000, tl.maximum(max_exp_avg_sq_share_where, 0x2720d7c5), 0x7fc00000).to(tl.float32, bitcast=True)
     put(max_exp_avg_sq_scale_ptr, at_block, max_exp_avg_sq_scale, live_block, MASKED)
     max_exp_avg_sq_scale_rcp = inverse(max_exp_avg_sq_scale)
     max_exp_avg_sq_number = max_exp_avg_sq_scale_rcp[:, None] * max_exp_avg_sq
-    max_exp_avg_sq_scale_abs = tl.abs(max_exp_avg_sq_number)
-    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_scale_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) + -1182793728
-    max_exp_avg_sq_word = max_exp_avg_sq_scale_abs.to(tl.int32, bitcast=True)
-    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 524287
-    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) + -960
-    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_scale_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
+    max_exp_avg_sq_number_abs = tl.abs(max_exp_avg_sq_number)
+    max_exp_avg_sq_small = (tl.minimum(max_exp_avg_sq_number_abs, 0.015625, propagate_nan=tl.PropagateNan.ALL) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    max_exp_avg_sq_word = max_exp_avg_sq_number_abs.to(tl.int32, bitcast=True)
+    max_exp_avg_sq_carry = (max_exp_avg_sq_word >> 20 & 1) + 0x7ffff
+    max_exp_avg_sq_normal = (max_exp_avg_sq_word + max_exp_avg_sq_carry >> 20) - 960
+    max_exp_avg_sq_pattern = tl.minimum(tl.where(max_exp_avg_sq_number_abs < 0.015625, max_exp_avg_sq_small, max_exp_avg_sq_normal), 126)
     max_exp_avg_sq_pattern = max_exp_avg_sq_pattern | max_exp_avg_sq_number.to(tl.int32, bitcast=True) >> 24 & 128
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq_pattern.to(tl.uint8), live, MASKED)
 

@@ -67,7 +67,7 @@ struct adan_float32 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_diff_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_2_kept[TILE];
@@ -76,13 +76,13 @@ struct adan_float32 {
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_diff_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_grad_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -91,20 +91,20 @@ struct adan_float32 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -116,21 +116,21 @@ struct adan_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
             const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 0x7fffffff;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_grad_scale_bits_2));
             const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
-            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
-            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 0x7fffffff;
+            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_diff_scale_bits_2));
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F prev_grad_scale_neg = -prev_grad_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
@@ -156,7 +156,8 @@ struct adan_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -186,25 +187,25 @@ struct adan_float32 {
                 const F ahead = fma(beta2, change, g_2);                   // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-                const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
-                const F prev_grad_scale_abs = abs(exp_avg_diff);
-                const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
+                const F exp_avg_diff_abs = abs(exp_avg_diff);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                const F g_abs_2 = abs(g_2);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                const F g_abs = abs(g_2);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(exp_avg_diff_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
-                store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(g_2_kept + i, g_2);
@@ -218,13 +219,14 @@ struct adan_float32 {
 
         // -- elements: decode, update  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F p = load(p_at + i);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
                 store(p_at + i, p_3);
             }
@@ -239,40 +241,40 @@ struct adan_float32 {
             const I prev_grad_top = largest(prev_grad_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_diff = load(exp_avg_diff_kept + b);
-            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F g_2 = load(g_2_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
-            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
-            const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_diff_up = max(I(0x4800000), exp_avg_diff_top) + 32767;
+            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 0x7f800000, exp_avg_diff_up, I(0x7fc00000));
+            const I exp_avg_diff_divisor = min(I(0x7f7fffff), exp_avg_diff_up_2 & 0x7fff8000);
+            const F exp_avg_diff_divisor_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
-            const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
-            const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
-            store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
-            store(prev_grad_scale_add_kept + b, prev_grad_scale_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I prev_grad_up = max(I(0x4800000), prev_grad_top) + 32767;
+            const I prev_grad_up_2 = where(prev_grad_top < 0x7f800000, prev_grad_up, I(0x7fc00000));
+            const I prev_grad_divisor = min(I(0x7f7fffff), prev_grad_up_2 & 0x7fff8000);
+            const F prev_grad_divisor_mul = as_float(prev_grad_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_diff_divisor_mul_kept + b, exp_avg_diff_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(prev_grad_scale_sub_kept + b, prev_grad_scale_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_mul_2_kept + b, g_mul_2);
+            store(prev_grad_divisor_mul_kept + b, prev_grad_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_diff_scale_at + b, exp_avg_diff_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -286,28 +288,29 @@ struct adan_float32 {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
-            const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_grad_divisor_mul(prev_grad_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g_2 = load(g_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
-                const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), g_mul_2), 12583040.0f)));
+                store(prev_grad_at + i, bits(fma(g_2, 1.0f / fma(0.003937007859349251f, abs(g_2), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }
@@ -419,7 +422,7 @@ struct adan_bfloat16 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_diff_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
@@ -428,13 +431,13 @@ struct adan_bfloat16 {
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_diff_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_grad_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -443,20 +446,20 @@ struct adan_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -468,21 +471,21 @@ struct adan_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
             const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 0x7fffffff;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_grad_scale_bits_2));
             const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
-            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
-            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 0x7fffffff;
+            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_diff_scale_bits_2));
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F prev_grad_scale_neg = -prev_grad_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
@@ -509,7 +512,8 @@ struct adan_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -540,25 +544,25 @@ struct adan_bfloat16 {
                 const F ahead = fma(beta2, change, g);                     // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-                const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const F prev_grad_scale_abs = abs(exp_avg_diff);
-                const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
-                const F g_abs_2 = abs(g);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                const F exp_avg_diff_abs = abs(exp_avg_diff);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F g_abs = abs(g);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(exp_avg_diff_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
-                store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
@@ -572,18 +576,19 @@ struct adan_bfloat16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;      // 34  p = proximal(p, lr, weight_decay)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -598,40 +603,40 @@ struct adan_bfloat16 {
             const I prev_grad_top = largest(prev_grad_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_diff = load(exp_avg_diff_kept + b);
-            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F g = load(g_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
-            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
-            const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_diff_up = max(I(0x4800000), exp_avg_diff_top) + 32767;
+            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 0x7f800000, exp_avg_diff_up, I(0x7fc00000));
+            const I exp_avg_diff_divisor = min(I(0x7f7fffff), exp_avg_diff_up_2 & 0x7fff8000);
+            const F exp_avg_diff_divisor_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
-            const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
-            const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
-            store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
-            store(prev_grad_scale_add_kept + b, prev_grad_scale_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I prev_grad_up = max(I(0x4800000), prev_grad_top) + 32767;
+            const I prev_grad_up_2 = where(prev_grad_top < 0x7f800000, prev_grad_up, I(0x7fc00000));
+            const I prev_grad_divisor = min(I(0x7f7fffff), prev_grad_up_2 & 0x7fff8000);
+            const F prev_grad_divisor_mul = as_float(prev_grad_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_diff_divisor_mul_kept + b, exp_avg_diff_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(prev_grad_scale_sub_kept + b, prev_grad_scale_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_mul_2_kept + b, g_mul_2);
+            store(prev_grad_divisor_mul_kept + b, prev_grad_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_diff_scale_at + b, exp_avg_diff_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -645,28 +650,29 @@ struct adan_bfloat16 {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
-            const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_grad_divisor_mul(prev_grad_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
-                const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul_2), 12583040.0f)));
+                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }
@@ -708,12 +714,12 @@ struct adan_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -732,15 +738,15 @@ struct adan_bfloat16_small {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
-            const F ahead = fma(beta2, change, g);                             // 28  ahead = g + beta2 * change
+            const F ahead = fma(beta2, change, g);                            // 28  ahead = g + beta2 * change
             // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
             const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
             // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
             const F p_2 = fma(-(fma(scalar_5, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg) + fma(scalar_7, change, scalar_6 * exp_avg_diff)), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_8, scalar_9), p);
-            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;       // 34  p = proximal(p, lr, weight_decay)
+            const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;      // 34  p = proximal(p, lr, weight_decay)
             // 26  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
@@ -748,7 +754,7 @@ struct adan_bfloat16_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -804,7 +810,7 @@ struct adan_float16 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_diff_kept[TILE];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float prev_grad_scale_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float g_kept[TILE];
@@ -813,13 +819,13 @@ struct adan_float16 {
         alignas(64) float prev_grad_scale_neg_kept[TILE / BLOCK];
         alignas(64) float exp_avg_diff_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
-        alignas(64) float prev_grad_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_diff_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_grad_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_grad_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I exp_avg_diff_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -828,20 +834,20 @@ struct adan_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -853,21 +859,21 @@ struct adan_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_grad_scale = raw(prev_grad_scale_at + b);
             const I prev_grad_scale_bits = to_int(prev_grad_scale) << 15;
-            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 2147483647;
-            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 2139095040, I(2139095039), prev_grad_scale_bits_2));
+            const I prev_grad_scale_bits_2 = prev_grad_scale_bits & 0x7fffffff;
+            const F prev_grad_scale_2 = as_float(where(prev_grad_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_grad_scale_bits_2));
             const I16 exp_avg_diff_scale = raw(exp_avg_diff_scale_at + b);
             const I exp_avg_diff_scale_bits = to_int(exp_avg_diff_scale) << 15;
-            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 2147483647;
-            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 2139095040, I(2139095039), exp_avg_diff_scale_bits_2));
+            const I exp_avg_diff_scale_bits_2 = exp_avg_diff_scale_bits & 0x7fffffff;
+            const F exp_avg_diff_scale_2 = as_float(where(exp_avg_diff_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_diff_scale_bits_2));
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F prev_grad_scale_neg = -prev_grad_scale_2;
             const F exp_avg_diff_scale_mul = beta2 * exp_avg_diff_scale_2;
@@ -894,7 +900,8 @@ struct adan_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I prev_grad_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -925,25 +932,25 @@ struct adan_float16 {
                 const F ahead = fma(beta2, change, g);                     // 28  ahead = g + beta2 * change
                 // 29  exp_avg_sq = beta3 * exp_avg_sq + (1 - beta3) * ahead * ahead
                 const F exp_avg_sq_2 = fma(one_minus_beta3 * ahead, ahead, beta3 * exp_avg_sq);
-                const F prev_grad_scale_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const F prev_grad_scale_abs = abs(exp_avg_diff);
-                const I exp_avg_sq_pattern = bits(prev_grad_scale_sqrt);
-                const F g_abs_2 = abs(g);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
-                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(prev_grad_scale_abs), i, end);
+                const F exp_avg_diff_abs = abs(exp_avg_diff);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F g_abs = abs(g);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
+                exp_avg_diff_top = larger<RAGGED>(exp_avg_diff_top, bits(exp_avg_diff_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs_2), i, end);
+                prev_grad_top = larger<RAGGED>(prev_grad_top, bits(g_abs), i, end);
                 store(exp_avg_diff_kept + i, exp_avg_diff);
                 store(exp_avg_kept + i, exp_avg);
-                store(prev_grad_scale_sqrt_kept + i, prev_grad_scale_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(g_kept + i, g);
@@ -957,37 +964,38 @@ struct adan_float16 {
 
         // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const F exp_avg = load(exp_avg_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(prev_grad_scale_sqrt, scalar_6, scalar_7), p);
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
                 const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-                const I prev_grad_scale_bitcast = bits(p_3);
-                const I p_sign = prev_grad_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = prev_grad_scale_bitcast & 2147483647;
-                const F prev_grad_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * prev_grad_scale_bitcast_2;
-                const I word_and_2 = noise_2 & 255;
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(prev_grad_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1003,40 +1011,40 @@ struct adan_float16 {
             const I prev_grad_top = largest(prev_grad_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_diff = load(exp_avg_diff_kept + b);
-            const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F g = load(g_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_diff_up = max(I(75497472), exp_avg_diff_top) + 32767;
-            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 2139095040, exp_avg_diff_up, I(2143289344));
-            const I exp_avg_diff_divisor = min(I(2139095039), exp_avg_diff_up_2 & 2147450880);
-            const F prev_grad_scale_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_diff_up = max(I(0x4800000), exp_avg_diff_top) + 32767;
+            const I exp_avg_diff_up_2 = where(exp_avg_diff_top < 0x7f800000, exp_avg_diff_up, I(0x7fc00000));
+            const I exp_avg_diff_divisor = min(I(0x7f7fffff), exp_avg_diff_up_2 & 0x7fff8000);
+            const F exp_avg_diff_divisor_mul = as_float(exp_avg_diff_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I prev_grad_scale_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I prev_grad_scale_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I prev_grad_up = max(I(75497472), prev_grad_top) + 32767;
-            const I prev_grad_up_2 = where(prev_grad_top < 2139095040, prev_grad_up, I(2143289344));
-            const I prev_grad_divisor = min(I(2139095039), prev_grad_up_2 & 2147450880);
-            const F g_mul_2 = as_float(prev_grad_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
-            store(prev_grad_scale_mul_kept + b, prev_grad_scale_mul);
-            store(prev_grad_scale_add_kept + b, prev_grad_scale_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I prev_grad_up = max(I(0x4800000), prev_grad_top) + 32767;
+            const I prev_grad_up_2 = where(prev_grad_top < 0x7f800000, prev_grad_up, I(0x7fc00000));
+            const I prev_grad_divisor = min(I(0x7f7fffff), prev_grad_up_2 & 0x7fff8000);
+            const F prev_grad_divisor_mul = as_float(prev_grad_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_diff_divisor_mul_kept + b, exp_avg_diff_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(prev_grad_scale_sub_kept + b, prev_grad_scale_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(g_mul_2_kept + b, g_mul_2);
+            store(prev_grad_divisor_mul_kept + b, prev_grad_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_diff_scale_at + b, exp_avg_diff_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1050,28 +1058,29 @@ struct adan_float16 {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            const F prev_grad_scale_mul(prev_grad_scale_mul_kept[b]);
-            const I prev_grad_scale_add(prev_grad_scale_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const F exp_avg_diff_divisor_mul(exp_avg_diff_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I prev_grad_scale_sub(prev_grad_scale_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F g_mul_2(g_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_grad_divisor_mul(prev_grad_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_diff = load(exp_avg_diff_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const F prev_grad_scale_sqrt = load(prev_grad_scale_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise = load(noise_kept + i);
                 const F g = load(g_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
-                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), prev_grad_scale_mul), 3200.0f));
-                const I exp_avg_sq_offset = lshr(noise_2, 8) + prev_grad_scale_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(prev_grad_scale_sqrt) - exp_avg_sq_base, prev_grad_scale_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_diff_pattern = bits(fma(exp_avg_diff, 1.0f / fma(0.003937007859349251f, abs(exp_avg_diff), exp_avg_diff_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = lshr(noise_2, 8) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store(exp_avg_diff_at + i, exp_avg_diff_pattern + (noise & 4095) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
-                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), g_mul_2), 12583040.0f)));
+                store(prev_grad_at + i, bits(fma(g, 1.0f / fma(0.003937007859349251f, abs(g), prev_grad_divisor_mul), 12583040.0f)));
             }
         }
     }
@@ -1113,12 +1122,12 @@ struct adan_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1139,13 +1148,13 @@ struct adan_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             // 25  change = where(t > 1, g - prev_grad, 0.0)
             const F change = where(0.0f < where_lt_one_t_one_zero, g - prev_grad, F(0.0f));
             const F ahead = fma(beta2, change, g);                        // 28  ahead = g + beta2 * change
@@ -1158,21 +1167,21 @@ struct adan_float16_small {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             // 27  exp_avg_diff = beta2 * exp_avg_diff + (1 - beta2) * change
             const F exp_avg_diff_2 = fma(one_minus_beta2, change, beta2 * exp_avg_diff);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

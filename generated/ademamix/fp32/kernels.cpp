@@ -119,7 +119,7 @@ struct ademamix_bfloat16 {
             const F exp_avg_slow_2 = fma(scalar_3, g_cast, beta3_now * exp_avg_slow);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_slow_at + i, exp_avg_slow_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);

@@ -211,8 +211,8 @@ struct came_float32_6 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g = Grad::load(g_at + i);
-            const F g_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
-            store(row_sum_of_g_at + i, g_mul * g_mul);
+            const F one_over_sqrt_row_div_mul = g * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
+            store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
         }
     }
 };
@@ -566,8 +566,8 @@ struct came_bfloat16_6 {
         // -- elements: decode, encode
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
-            store(row_sum_of_g_at + i, g_mul * g_mul);
+            const F one_over_sqrt_row_div_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i) * load(one_over_sqrt_row_div_at + (i & row_mask));
+            store(row_sum_of_g_at + i, one_over_sqrt_row_div_mul * one_over_sqrt_row_div_mul);
         }
     }
 };
@@ -605,10 +605,10 @@ struct came_bfloat16_10 {
         for (int i = 0; i < count; i += W) {
             const F g_stored = Grad::load(g_at + i);
             const F exp_avg = load(exp_avg_at + i);
-            const F g_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
+            const F one_over_sqrt_exp_avg_sq_col_2_mul = g_stored * load(one_over_sqrt_exp_avg_sq_col_2_at + i);
             // 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, beta1 * exp_avg);
-            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), g_mul, -exp_avg_2);
+            const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, beta1 * exp_avg);
+            const F row_mul_3_fma = fma(grad_scale * load(row_mul_3_at + (i & row_mask)), one_over_sqrt_exp_avg_sq_col_2_mul, -exp_avg_2);
             const F row_mul_3_mul = row_mul_3_fma * row_mul_3_fma;
             store(exp_avg_at + i, exp_avg_2);
             store(row_sum_for_exp_avg_res_row_at + i, row_mul_3_mul);
@@ -651,7 +651,7 @@ struct came_bfloat16_15 {
             const F p_3 = fma(-(lr * load(one_over_sqrt_row_div_2_at + (i & row_mask))), exp_avg * load(one_over_sqrt_exp_avg_res_col_2_at + i), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -908,7 +908,7 @@ struct came_bfloat16_no_factored_3 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale * one_over_one_max_tensor_div, g_mul, beta1 * exp_avg);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

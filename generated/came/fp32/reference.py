@@ -126,8 +126,8 @@ def came_float32(
     update = update / one_max_tensor_div
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    g_sub = update - exp_avg
-    residual = g_sub * g_sub + eps2                                      # 39  residual = (update - exp_avg) ** 2 + eps2
+    update_sub = update - exp_avg
+    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     row_sum_for_exp_avg_res_row_tensor = b.row_sum(residual)
     col_sum_for_exp_avg_res_col_tensor = b.col_sum(residual)
@@ -283,8 +283,8 @@ def came_bfloat16(
     update = update / one_max_tensor_div
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    g_sub = update - exp_avg
-    residual = g_sub * g_sub + eps2                                      # 39  residual = (update - exp_avg) ** 2 + eps2
+    update_sub = update - exp_avg
+    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     row_sum_for_exp_avg_res_row_tensor = b.row_sum(residual)
     col_sum_for_exp_avg_res_col_tensor = b.col_sum(residual)
@@ -340,7 +340,7 @@ def came_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def came_float16(
@@ -443,8 +443,8 @@ def came_float16(
     update = update / one_max_tensor_div
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
     exp_avg = beta1 * exp_avg + one_minus_beta1 * update
-    g_sub = update - exp_avg
-    residual = g_sub * g_sub + eps2                                      # 39  residual = (update - exp_avg) ** 2 + eps2
+    update_sub = update - exp_avg
+    residual = update_sub * update_sub + eps2                            # 39  residual = (update - exp_avg) ** 2 + eps2
     # -- encode and store
     row_sum_for_exp_avg_res_row_tensor = b.row_sum(residual)
     col_sum_for_exp_avg_res_col_tensor = b.col_sum(residual)
@@ -615,7 +615,7 @@ def came_bfloat16_no_factored(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -721,7 +721,7 @@ def came_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
     }
 
@@ -798,7 +798,7 @@ def came_bfloat16_no_factored_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }

@@ -322,8 +322,8 @@ def came_float32_6_tile(
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(g_mul, at, live, MASKED)
+    one_over_sqrt_row_div_mul = g * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1156,8 +1156,8 @@ def came_bfloat16_6_tile(
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(g_mul, at, live, MASKED)
+    one_over_sqrt_row_div_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1292,12 +1292,12 @@ def came_bfloat16_10_tile(
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
+    one_over_sqrt_exp_avg_sq_col_2_mul = widened(g_stored) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED)
 
 
@@ -1475,7 +1475,7 @@ def came_bfloat16_15_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1719,8 +1719,8 @@ def came_float16_6_tile(
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     one_over_sqrt_row_div = get(one_over_sqrt_row_div_ptr, at_row, live_row, MASKED)
     # -- encode and store
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
-    return term(g_mul, at, live, MASKED)
+    one_over_sqrt_row_div_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2 * one_over_sqrt_row_div
+    return term(one_over_sqrt_row_div_mul, at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1855,12 +1855,12 @@ def came_float16_10_tile(
     one_over_sqrt_exp_avg_sq_col_2 = get(one_over_sqrt_exp_avg_sq_col_2_ptr, at_col, live_col, MASKED)
     exp_avg = get(exp_avg_ptr, at, live, MASKED)
     # -- update  (specs/came.py)
-    g_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
+    one_over_sqrt_exp_avg_sq_col_2_mul = g_stored.to(tl.float32) * one_over_sqrt_exp_avg_sq_col_2
     # 37  exp_avg = beta1 * exp_avg + (1 - beta1) * update
-    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, g_mul, beta1 * exp_avg)
+    exp_avg = tl.fma(one_minus_beta1_times_grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, beta1 * exp_avg)
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, g_mul, minus(exp_avg))
+    row_mul_3_fma = tl.fma(grad_scale * row_mul_3, one_over_sqrt_exp_avg_sq_col_2_mul, minus(exp_avg))
     return term(row_mul_3_fma, at, live, MASKED)
 
 
@@ -2433,7 +2433,7 @@ def came_bfloat16_no_factored_3_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -288,7 +288,7 @@ struct dadapt_adam_bfloat16_2 {
             const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);
@@ -608,7 +608,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(s_at + i, s_2);

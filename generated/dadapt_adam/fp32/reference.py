@@ -161,7 +161,7 @@ def dadapt_adam_bfloat16(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     tensor_sum_for_total_tensor = b.tensor_sum(s_2.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq_2)
     b.store(s_tensor, s_2)
@@ -416,7 +416,7 @@ def dadapt_adam_bfloat16_use_bias_correction(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     tensor_sum_for_total_tensor = b.tensor_sum(s_2.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(g * (s / (sqrt(exp_avg_sq) + eps)))
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_tensor, exp_avg)
     b.store(exp_avg_sq_tensor, exp_avg_sq_2)
     b.store(s_tensor, s_2)
@@ -591,7 +591,7 @@ def dadapt_adam_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "exp_avg": b.flat(in_exp_avg),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
         "s": b.flat(in_s),

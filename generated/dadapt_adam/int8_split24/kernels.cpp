@@ -133,20 +133,20 @@ struct dadapt_adam_float32_2 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -154,20 +154,20 @@ struct dadapt_adam_float32_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -179,26 +179,26 @@ struct dadapt_adam_float32_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -207,13 +207,14 @@ struct dadapt_adam_float32_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -235,34 +236,34 @@ struct dadapt_adam_float32_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g, g, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);          // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul * (s_code_2 * s_rcp));
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, scale_mul * (s_code_2 * s_bend_rcp));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_3);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -277,35 +278,35 @@ struct dadapt_adam_float32_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -318,22 +319,23 @@ struct dadapt_adam_float32_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -727,21 +729,21 @@ struct dadapt_adam_bfloat16_2 {
         alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -749,20 +751,20 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -774,26 +776,26 @@ struct dadapt_adam_bfloat16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -804,13 +806,14 @@ struct dadapt_adam_bfloat16_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -832,30 +835,30 @@ struct dadapt_adam_bfloat16_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul * (s_code_2 * s_bend_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_cast * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -865,17 +868,18 @@ struct dadapt_adam_bfloat16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -888,35 +892,35 @@ struct dadapt_adam_bfloat16_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -928,22 +932,23 @@ struct dadapt_adam_bfloat16_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -1129,12 +1134,12 @@ struct dadapt_adam_bfloat16_small_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1149,7 +1154,7 @@ struct dadapt_adam_bfloat16_small_2 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
@@ -1165,7 +1170,7 @@ struct dadapt_adam_bfloat16_small_2 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1323,21 +1328,21 @@ struct dadapt_adam_float16_2 {
         alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -1345,20 +1350,20 @@ struct dadapt_adam_float16_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1370,26 +1375,26 @@ struct dadapt_adam_float16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -1400,13 +1405,14 @@ struct dadapt_adam_float16_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1428,30 +1434,30 @@ struct dadapt_adam_float16_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul * (s_code_2 * s_bend_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_cast * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -1461,35 +1467,37 @@ struct dadapt_adam_float16_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F p_2 = p * one_minus_rate_times_weight_decay;      // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I one_minus_beta1_times_rate_bitcast = bits(p_3);
-                const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
-                const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;
-                const F one_minus_beta1_times_rate_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * one_minus_beta1_times_rate_bitcast_2;
-                const I word_and_2 = noise_2 & 255;
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(one_minus_beta1_times_rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1503,35 +1511,35 @@ struct dadapt_adam_float16_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -1543,22 +1551,23 @@ struct dadapt_adam_float16_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -1621,12 +1630,12 @@ struct dadapt_adam_float16_small_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1643,13 +1652,13 @@ struct dadapt_adam_float16_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
@@ -1662,21 +1671,21 @@ struct dadapt_adam_float16_small_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
             const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
-            const I one_minus_beta1_times_rate_bitcast = bits(p_3);
-            const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
-            const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;
-            const F one_minus_beta1_times_rate_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * one_minus_beta1_times_rate_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(one_minus_beta1_times_rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -1800,20 +1809,20 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -1821,20 +1830,20 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1846,26 +1855,26 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -1874,13 +1883,14 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1902,34 +1912,34 @@ struct dadapt_adam_float32_use_bias_correction_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g, g, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);            // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);   // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul * (s_code_2 * s_rcp));
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, scale_mul * (s_code_2 * s_bend_rcp));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p_at + i, p_3);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -1944,35 +1954,35 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -1985,22 +1995,23 @@ struct dadapt_adam_float32_use_bias_correction_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -2338,21 +2349,21 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -2360,20 +2371,20 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2385,26 +2396,26 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -2415,13 +2426,14 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2443,30 +2455,30 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul * (s_code_2 * s_bend_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_cast * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -2476,17 +2488,18 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
                 // 36  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);           // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2499,35 +2512,35 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -2539,22 +2552,23 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -2712,12 +2726,12 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2732,7 +2746,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);       // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);        // bf16 and 8 more bits, stochastic
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
@@ -2748,7 +2762,7 @@ struct dadapt_adam_bfloat16_use_bias_correction_small_2 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -2875,21 +2889,21 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         alignas(64) int32_t word_3_kept[TILE / 8];
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
-        alignas(64) float g_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_rate_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float one_minus_sqrt_beta2_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -2897,20 +2911,20 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2922,26 +2936,26 @@ struct dadapt_adam_float16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
-            const F s_scale_mul_2 = grad_scale * scale;
+            const F scale_mul = beta3 * scale;
+            const F scale_mul_2 = grad_scale * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
-            store(s_scale_mul_2_kept + b, s_scale_mul_2);
+            store(scale_mul_kept + b, scale_mul);
+            store(scale_mul_2_kept + b, scale_mul_2);
         }
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
@@ -2952,13 +2966,14 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            const F s_scale_mul_2(s_scale_mul_2_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
+            const F scale_mul_2(scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2980,30 +2995,30 @@ struct dadapt_adam_float16_use_bias_correction_2 {
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
                 const F exp_avg_sq_2 = fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq);
-                const F g_sqrt = sqrt(exp_avg_sq_2);
-                const F s_rcp = 1.0f / (254.0f - s_bend);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
+                const F s_bend_rcp = 1.0f / (254.0f - s_bend);
                 // 33  s = beta3 * s + (1 - beta3) * rate * g
-                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul * (s_code_2 * s_rcp));
+                const F s = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul * (s_code_2 * s_bend_rcp));
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const F one_minus_beta1_times_rate_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(g_sqrt);
-                const F one_minus_sqrt_beta2_times_rate_abs = abs(s);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_rate_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                const F s_abs = abs(s);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(one_minus_sqrt_beta2_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
-                store(g_sqrt_kept + i, g_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
                 store(s_kept + i, s);
-                store(tensor_sum_for_total_at + i, one_minus_sqrt_beta2_times_rate_abs);
-                store(tensor_sum_for_numerator_at + i, s_scale_mul_2 * (g_cast * s_code_2 * s_rcp / (sqrt(exp_avg_sq) + eps)));
+                store(tensor_sum_for_total_at + i, s_abs);
+                store(tensor_sum_for_numerator_at + i, scale_mul_2 * (g_cast * s_code_2 * s_bend_rcp / (sqrt(exp_avg_sq) + eps)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
             largest_of_block_kept[b] = largest_of_block;
@@ -3013,35 +3028,37 @@ struct dadapt_adam_float16_use_bias_correction_2 {
 
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
-                const F p_2 = p * one_minus_rate_times_weight_decay;      // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_3 = fma(-exp_avg, 1.0f / (g_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I one_minus_beta1_times_rate_bitcast = bits(p_3);
-                const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
-                const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;
-                const F one_minus_beta1_times_rate_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * one_minus_beta1_times_rate_bitcast_2;
-                const I word_and_2 = noise_2 & 255;
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(one_minus_beta1_times_rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -3055,35 +3072,35 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F g_sqrt = load(g_sqrt_kept + b);
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_rate_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I g_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F one_minus_sqrt_beta2_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_rate_mul_kept + b, one_minus_beta1_times_rate_mul);
-            store(g_add_kept + b, g_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(g_sub_kept + b, g_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(one_minus_sqrt_beta2_times_rate_mul_kept + b, one_minus_sqrt_beta2_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -3095,22 +3112,23 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_rate_mul(one_minus_beta1_times_rate_mul_kept[b]);
-            const I g_add(g_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F one_minus_sqrt_beta2_times_rate_mul(one_minus_sqrt_beta2_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F g_sqrt = load(g_sqrt_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_rate_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(g_sqrt) - exp_avg_sq_base, g_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), one_minus_sqrt_beta2_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -3173,12 +3191,12 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3195,13 +3213,13 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F s = load(s_at + i);
             const F g_cast = g_stored;
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
@@ -3214,21 +3232,21 @@ struct dadapt_adam_float16_use_bias_correction_small_2 {
             const F p_3 = fma(-exp_avg_2, 1.0f / (sqrt(exp_avg_sq_2) + eps), p_2);
             // 33  s = beta3 * s + (1 - beta3) * rate * g
             const F s_2 = fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, beta3 * s);
-            const I one_minus_beta1_times_rate_bitcast = bits(p_3);
-            const I p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768;
-            const I p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647;
-            const F one_minus_beta1_times_rate_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * one_minus_beta1_times_rate_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(one_minus_beta1_times_rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

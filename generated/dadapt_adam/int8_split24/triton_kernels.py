@@ -94,16 +94,16 @@ def dadapt_adam_float32_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -115,8 +115,8 @@ def dadapt_adam_float32_2_tile(
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -126,70 +126,71 @@ def dadapt_adam_float32_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g, g, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
-    p = p * one_minus_rate_times_weight_decay                   # 36  p = policies.decoupled(p, rate, weight_decay)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
+    # 36  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)  # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -220,12 +221,12 @@ def dadapt_adam_float32_2(
     stream_key = tl.load(row + 26).to(tl.int32)
     pace = (tl.load(row + 29) + 63) // 64 * 64
     begin = tl.load(row + 27) * pace + tl.load(row + 28) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -242,13 +243,13 @@ def dadapt_adam_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -269,7 +270,7 @@ def dadapt_adam_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -278,26 +279,26 @@ def dadapt_adam_float32_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
                 beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -306,9 +307,9 @@ def dadapt_adam_float32_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -620,16 +621,16 @@ def dadapt_adam_bfloat16_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -639,13 +640,13 @@ def dadapt_adam_bfloat16_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -656,75 +657,75 @@ def dadapt_adam_bfloat16_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     # 36  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g_cast * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -756,12 +757,12 @@ def dadapt_adam_bfloat16_2(
     stream_key = tl.load(row + 27).to(tl.int32)
     pace = (tl.load(row + 30) + 63) // 64 * 64
     begin = tl.load(row + 28) * pace + tl.load(row + 29) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -778,13 +779,13 @@ def dadapt_adam_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -806,7 +807,7 @@ def dadapt_adam_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -816,12 +817,12 @@ def dadapt_adam_bfloat16_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -829,14 +830,14 @@ def dadapt_adam_bfloat16_2(
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -845,9 +846,9 @@ def dadapt_adam_bfloat16_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -932,7 +933,7 @@ def dadapt_adam_bfloat16_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -952,15 +953,15 @@ def dadapt_adam_bfloat16_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1118,16 +1119,16 @@ def dadapt_adam_float16_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -1138,19 +1139,19 @@ def dadapt_adam_float16_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -1161,86 +1162,86 @@ def dadapt_adam_float16_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     # 36  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
-    one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
-    p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647
-    one_minus_beta1_times_rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * one_minus_beta1_times_rate_bitcast
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_and = noise_2 & 255
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2_and = noise_2 & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(one_minus_beta1_times_rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_2_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_2_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g_cast * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1272,12 +1273,12 @@ def dadapt_adam_float16_2(
     stream_key = tl.load(row + 27).to(tl.int32)
     pace = (tl.load(row + 30) + 63) // 64 * 64
     begin = tl.load(row + 28) * pace + tl.load(row + 29) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -1294,13 +1295,13 @@ def dadapt_adam_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1322,7 +1323,7 @@ def dadapt_adam_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -1332,12 +1333,12 @@ def dadapt_adam_float16_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -1345,14 +1346,14 @@ def dadapt_adam_float16_2(
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1361,9 +1362,9 @@ def dadapt_adam_float16_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1383,13 +1384,13 @@ def dadapt_adam_float16_small_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -1409,26 +1410,26 @@ def dadapt_adam_float16_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
-    p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647
-    one_minus_beta1_times_rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * one_minus_beta1_times_rate_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(one_minus_beta1_times_rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1599,16 +1600,16 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -1620,8 +1621,8 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -1631,70 +1632,71 @@ def dadapt_adam_float32_use_bias_correction_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g, g, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
-    p = p * one_minus_rate_times_weight_decay                     # 36  p = policies.decoupled(p, rate, weight_decay)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)       # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
+    # 36  p = policies.decoupled(p, rate, weight_decay)
+    p = p * one_minus_rate_times_weight_decay
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)  # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1725,12 +1727,12 @@ def dadapt_adam_float32_use_bias_correction_2(
     stream_key = tl.load(row + 26).to(tl.int32)
     pace = (tl.load(row + 29) + 63) // 64 * 64
     begin = tl.load(row + 27) * pace + tl.load(row + 28) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -1747,13 +1749,13 @@ def dadapt_adam_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1774,7 +1776,7 @@ def dadapt_adam_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -1783,26 +1785,26 @@ def dadapt_adam_float32_use_bias_correction_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
                 beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -1811,9 +1813,9 @@ def dadapt_adam_float32_use_bias_correction_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2065,16 +2067,16 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -2084,13 +2086,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -2101,75 +2103,75 @@ def dadapt_adam_bfloat16_use_bias_correction_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     # 36  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g_cast * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2201,12 +2203,12 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
     stream_key = tl.load(row + 27).to(tl.int32)
     pace = (tl.load(row + 30) + 63) // 64 * 64
     begin = tl.load(row + 28) * pace + tl.load(row + 29) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -2223,13 +2225,13 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2251,7 +2253,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2261,12 +2263,12 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2274,14 +2276,14 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2290,9 +2292,9 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2358,7 +2360,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -2378,15 +2380,15 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2525,16 +2527,16 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -2545,19 +2547,19 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -2568,86 +2570,86 @@ def dadapt_adam_float16_use_bias_correction_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_rate, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 32  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     exp_avg_sq_2 = tl.fma(scalar_0_2 * g_cast, g_cast, beta2 * exp_avg_sq)
-    g_sqrt = tl.sqrt(exp_avg_sq_2)
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq_2)
     # 36  p = policies.decoupled(p, rate, weight_decay)
     p = p * one_minus_rate_times_weight_decay
     # 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-    p = tl.fma(minus(exp_avg), reciprocal(g_sqrt + eps), p)
-    s_scale_mul = beta3 * scale
-    s_rcp = reciprocal(254.0 - s_bend)
+    p = tl.fma(minus(exp_avg), reciprocal(exp_avg_sq_sqrt + eps), p)
+    scale_mul = beta3 * scale
+    s_bend_rcp = reciprocal(254.0 - s_bend)
     # 33  s = beta3 * s + (1 - beta3) * rate * g
-    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, s_scale_mul[:, None] * (s_code * s_rcp))
+    s = tl.fma(grad_scale * one_minus_sqrt_beta2_times_rate, g_cast, scale_mul[:, None] * (s_code * s_bend_rcp))
     # -- encode and store
-    one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
-    p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647
-    one_minus_beta1_times_rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * one_minus_beta1_times_rate_bitcast
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_and = noise_2 & 255
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2_and = noise_2 & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(one_minus_beta1_times_rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_2_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_2_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    one_minus_beta1_times_rate_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_rate_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_rate_abs, one_minus_beta1_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = g_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    g_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    g_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + g_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], g_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    one_minus_sqrt_beta2_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    one_minus_sqrt_beta2_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, one_minus_sqrt_beta2_times_rate_abs, one_minus_sqrt_beta2_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    s_scale_mul = grad_scale * scale
-    return term(one_minus_sqrt_beta2_times_rate_abs, at, live, MASKED), term(s_scale_mul[:, None] * (g_cast * s_code * s_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
+    scale_mul = grad_scale * scale
+    return term(s_abs, at, live, MASKED), term(scale_mul[:, None] * (g_cast * s_code * s_bend_rcp * reciprocal(tl.sqrt(exp_avg_sq) + eps)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2679,12 +2681,12 @@ def dadapt_adam_float16_use_bias_correction_2(
     stream_key = tl.load(row + 27).to(tl.int32)
     pace = (tl.load(row + 30) + 63) // 64 * 64
     begin = tl.load(row + 28) * pace + tl.load(row + 29) // 64 * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    one_minus_sqrt_beta2_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -2701,13 +2703,13 @@ def dadapt_adam_float16_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr,
                 s_ptr, s_scale_ptr, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
                 one_minus_beta1_times_rate_ptr, where, block, live, live_block, number, beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, True,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2729,7 +2731,7 @@ def dadapt_adam_float16_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
@@ -2739,12 +2741,12 @@ def dadapt_adam_float16_use_bias_correction_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
@@ -2752,14 +2754,14 @@ def dadapt_adam_float16_use_bias_correction_2(
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
-            one_minus_sqrt_beta2_times_rate_abs_terms = one_minus_sqrt_beta2_times_rate_abs_terms + one_minus_sqrt_beta2_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                one_minus_sqrt_beta2_times_rate_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = dadapt_adam_float16_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2768,9 +2770,9 @@ def dadapt_adam_float16_use_bias_correction_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                one_minus_sqrt_beta2_times_rate_abs_terms_apart = one_minus_sqrt_beta2_times_rate_abs_terms_apart + one_minus_sqrt_beta2_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(one_minus_sqrt_beta2_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2790,13 +2792,13 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     one_minus_sqrt_beta2_times_rate = tl.load(one_minus_sqrt_beta2_times_rate_ptr)
     s = get(s_ptr, at, live, MASKED)
@@ -2816,26 +2818,26 @@ def dadapt_adam_float16_use_bias_correction_small_2_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq_2, live, MASKED)
     put(s_ptr, at, s_2, live, MASKED)
-    one_minus_beta1_times_rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = one_minus_beta1_times_rate_bitcast >> 16 & 32768
-    p_magnitude = one_minus_beta1_times_rate_bitcast & 2147483647
-    one_minus_beta1_times_rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * one_minus_beta1_times_rate_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(one_minus_beta1_times_rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -79,12 +79,12 @@ struct fromage_float32_2 {
             const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
             // 16  p_norm, g_norm = norm(p), norm(g)
             const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
-            const M tensor_sum_for_g_norm_le = g_norm <= 0.0f;
+            const M g_norm_le = g_norm <= 0.0f;
             // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-            const F shrink = where(tensor_sum_for_g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
+            const F shrink = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
             const F p_norm = sqrt(tensor_sum_for_p_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
             // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-            const F ratio = where(p_norm <= 0.0f | tensor_sum_for_g_norm_le, F(1.0f), p_norm / g_norm);
+            const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
             store(shrink_at + i, shrink);
             store(lr_times_ratio_at + i, lr * ratio);
         }
@@ -194,7 +194,7 @@ struct fromage_bfloat16_3 {
             const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };

@@ -39,13 +39,13 @@ def fromage_float32(
     tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
     tensor_sum_for_p_norm = tensor_sum_for_p_norm_tensor
     # -- update  (specs/fromage.py)
-    g_norm = sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
+    g_norm = sqrt(tensor_sum_for_g_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = torch.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = torch.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
+    ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     # -- encode and store
     shrink_tensor = shrink
     lr_times_ratio_tensor = lr * ratio
@@ -87,13 +87,13 @@ def fromage_bfloat16(
     tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
     tensor_sum_for_p_norm = tensor_sum_for_p_norm_tensor
     # -- update  (specs/fromage.py)
-    g_norm = sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
+    g_norm = sqrt(tensor_sum_for_g_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = torch.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = torch.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
+    ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     # -- encode and store
     shrink_tensor = shrink
     lr_times_ratio_tensor = lr * ratio
@@ -111,7 +111,7 @@ def fromage_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def fromage_float16(
@@ -138,13 +138,13 @@ def fromage_float16(
     tensor_sum_for_g_norm = tensor_sum_for_g_norm_tensor
     tensor_sum_for_p_norm = tensor_sum_for_p_norm_tensor
     # -- update  (specs/fromage.py)
-    g_norm = sqrt(tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
+    g_norm = sqrt(tensor_sum_for_g_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
+    g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = torch.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
-    p_norm = sqrt(tensor_sum_for_p_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
+    shrink = torch.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    p_norm = sqrt(tensor_sum_for_p_norm)                                    # 16  p_norm, g_norm = norm(p), norm(g)
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = torch.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
+    ratio = torch.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     # -- encode and store
     shrink_tensor = shrink
     lr_times_ratio_tensor = lr * ratio
@@ -198,7 +198,7 @@ def fromage_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 

@@ -87,12 +87,12 @@ def fromage_float32_2_values(
     tensor_sum_for_g_norm = tl.load(tensor_sum_for_g_norm_ptr)
     tensor_sum_for_p_norm = tl.load(tensor_sum_for_p_norm_ptr)
     g_norm = tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm)  # 16  p_norm, g_norm = norm(p), norm(g)
-    tensor_sum_for_g_norm_le = g_norm <= 0.0
+    g_norm_le = g_norm <= 0.0
     # 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-    shrink = tl.where(tensor_sum_for_g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
+    shrink = tl.where(g_norm_le, 1.0, one_over_sqrt_one_plus_lr_times_lr)
     p_norm = tl.sqrt(tensor_sum_for_p_norm)                                # 16  p_norm, g_norm = norm(p), norm(g)
     # 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-    ratio = tl.where((p_norm <= 0.0) | tensor_sum_for_g_norm_le, 1.0, p_norm / g_norm)
+    ratio = tl.where((p_norm <= 0.0) | g_norm_le, 1.0, p_norm / g_norm)
     tl.store(shrink_ptr, shrink)
     tl.store(lr_times_ratio_ptr, lr * ratio)
 
@@ -269,7 +269,7 @@ def fromage_bfloat16_3_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -79,12 +79,12 @@ struct fromage_float32_2 {
             const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
             // 16  p_norm, g_norm = norm(p), norm(g)
             const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
-            const M tensor_sum_for_g_norm_le = g_norm <= 0.0f;
+            const M g_norm_le = g_norm <= 0.0f;
             // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-            const F shrink = where(tensor_sum_for_g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
+            const F shrink = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
             const F p_norm = sqrt(tensor_sum_for_p_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
             // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-            const F ratio = where(p_norm <= 0.0f | tensor_sum_for_g_norm_le, F(1.0f), p_norm / g_norm);
+            const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
             store(shrink_at + i, shrink);
             store(lr_times_ratio_at + i, lr * ratio);
         }
@@ -154,7 +154,7 @@ struct fromage_bfloat16_1 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_p_norm_at + i, p * p);
@@ -195,12 +195,12 @@ struct fromage_bfloat16_2 {
             const F tensor_sum_for_p_norm = load(tensor_sum_for_p_norm_at + i);
             // 16  p_norm, g_norm = norm(p), norm(g)
             const F g_norm = sqrt(grad_scale_times_grad_scale * tensor_sum_for_g_norm);
-            const M tensor_sum_for_g_norm_le = g_norm <= 0.0f;
+            const M g_norm_le = g_norm <= 0.0f;
             // 18  shrink = where(g_norm <= 0, 1.0, 1 / sqrt(1 + lr * lr))
-            const F shrink = where(tensor_sum_for_g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
+            const F shrink = where(g_norm_le, F(1.0f), one_over_sqrt_one_plus_lr_times_lr);
             const F p_norm = sqrt(tensor_sum_for_p_norm);  // 16  p_norm, g_norm = norm(p), norm(g)
             // 17  ratio = where((p_norm <= 0) | (g_norm <= 0), 1.0, p_norm / g_norm)
-            const F ratio = where(p_norm <= 0.0f | tensor_sum_for_g_norm_le, F(1.0f), p_norm / g_norm);
+            const F ratio = where(p_norm <= 0.0f | g_norm_le, F(1.0f), p_norm / g_norm);
             store(shrink_at + i, shrink);
             store(lr_times_ratio_at + i, lr * ratio);
         }
@@ -240,12 +240,12 @@ struct fromage_bfloat16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -258,13 +258,13 @@ struct fromage_bfloat16_3 {
             const F g_stored = Grad::load(g_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             // 19  p = (p - lr * ratio * g) * shrink
             const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
         }
@@ -301,13 +301,13 @@ struct fromage_float16_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_p_norm_at + i, p * p);
@@ -349,12 +349,12 @@ struct fromage_float16_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -369,30 +369,30 @@ struct fromage_float16_3 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             // 19  p = (p - lr * ratio * g) * shrink
             const F p_2 = fma(-(grad_scale * lr_times_ratio), g_stored, p) * shrink;
-            const I lr_times_ratio_bitcast = bits(p_2);
-            const I p_sign = lr_times_ratio_bitcast >> 16 & 32768;
-            const I p_magnitude = lr_times_ratio_bitcast & 2147483647;
-            const F lr_times_ratio_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * lr_times_ratio_bitcast_2;
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(lr_times_ratio_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

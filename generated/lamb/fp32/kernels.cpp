@@ -239,7 +239,7 @@ struct lamb_bfloat16_3 {
             const F p_2 = fma(-lr_times_trust, update, p);  // 31  p = p - lr * trust * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };

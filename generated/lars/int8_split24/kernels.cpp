@@ -130,17 +130,17 @@ struct lars_float32_3 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float lr_times_local_lr_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -150,8 +150,8 @@ struct lars_float32_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -161,7 +161,8 @@ struct lars_float32_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -173,11 +174,11 @@ struct lars_float32_3 {
                 // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
                 const F momentum_buffer = fma(lr_times_local_lr, fma(weight_decay, p, g_2), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = p - momentum_buffer;  // 21  p = p - momentum_buffer
-                const F lr_times_local_lr_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(lr_times_local_lr_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -189,11 +190,11 @@ struct lars_float32_3 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F lr_times_local_lr_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(lr_times_local_lr_mul_kept + b, lr_times_local_lr_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -202,11 +203,12 @@ struct lars_float32_3 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -355,7 +357,7 @@ struct lars_bfloat16_1 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
@@ -447,17 +449,17 @@ struct lars_bfloat16_3 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float lr_times_local_lr_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -467,8 +469,8 @@ struct lars_bfloat16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -480,12 +482,13 @@ struct lars_bfloat16_3 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -496,8 +499,8 @@ struct lars_bfloat16_3 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F lr_times_local_lr_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(lr_times_local_lr_abs), i, end);
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
             }
@@ -506,14 +509,15 @@ struct lars_bfloat16_3 {
 
         // -- elements: decode, update, encode  (specs/lars.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = p - momentum_buffer;                                 // 21  p = p - momentum_buffer
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = p - momentum_buffer;                                // 21  p = p - momentum_buffer
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -523,11 +527,11 @@ struct lars_bfloat16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F lr_times_local_lr_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(lr_times_local_lr_mul_kept + b, lr_times_local_lr_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -537,11 +541,12 @@ struct lars_bfloat16_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -576,7 +581,7 @@ struct lars_bfloat16_small_1 {
         for (int i = 0; i < count; i += W) {
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
@@ -619,12 +624,12 @@ struct lars_bfloat16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -636,17 +641,17 @@ struct lars_bfloat16_small_3 {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 20  momentum_buffer = momentum * momentum_buffer + lr * local_lr * (g + weight_decay * p)
             const F momentum_buffer_2 = fma(lr_times_local_lr, fma(weight_decay, p, g), momentum * momentum_buffer);
-            const F p_2 = p - momentum_buffer_2;                               // 21  p = p - momentum_buffer
+            const F p_2 = p - momentum_buffer_2;                              // 21  p = p - momentum_buffer
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -684,13 +689,13 @@ struct lars_float16_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
@@ -741,17 +746,17 @@ struct lars_float16_3 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float lr_times_local_lr_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -761,8 +766,8 @@ struct lars_float16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -772,20 +777,21 @@ struct lars_float16_3 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
@@ -795,23 +801,23 @@ struct lars_float16_3 {
                 const F momentum_buffer = fma(lr_times_local_lr, fma(weight_decay, p, g), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = p - momentum_buffer;  // 21  p = p - momentum_buffer
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const F lr_times_local_lr_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(lr_times_local_lr_abs), i, end);
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -824,11 +830,11 @@ struct lars_float16_3 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F lr_times_local_lr_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(lr_times_local_lr_mul_kept + b, lr_times_local_lr_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -838,11 +844,12 @@ struct lars_float16_3 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F lr_times_local_lr_mul(lr_times_local_lr_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), lr_times_local_lr_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -879,13 +886,13 @@ struct lars_float16_small_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g_cast = g_stored;
             store(tensor_sum_for_weight_norm_at + i, p * p);
@@ -928,12 +935,12 @@ struct lars_float16_small_3 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -947,13 +954,13 @@ struct lars_float16_small_3 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -961,20 +968,20 @@ struct lars_float16_small_3 {
             const F momentum_buffer_2 = fma(lr_times_local_lr, fma(weight_decay, p, g), momentum * momentum_buffer);
             const F p_2 = p - momentum_buffer_2;  // 21  p = p - momentum_buffer
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -48,17 +48,17 @@ struct lion_float32 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -68,8 +68,8 @@ struct lion_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_scale_mul_2 = beta2 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -82,7 +82,8 @@ struct lion_float32 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -90,18 +91,18 @@ struct lion_float32 {
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const F p = load(p_at + i);
-                const F exp_avg_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
+                const F exp_avg_code_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
                 // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-                const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * exp_avg_mul));
+                const F update = sign(fma(one_minus_beta1_times_grad_scale, g, exp_avg_scale_mul * exp_avg_code_mul));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
                 // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g, exp_avg_scale_mul_2 * exp_avg_mul);
-                const F g_abs = abs(exp_avg);
+                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g, exp_avg_scale_mul_2 * exp_avg_code_mul);
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_3);
@@ -113,11 +114,11 @@ struct lion_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -126,11 +127,12 @@ struct lion_float32 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -205,17 +207,17 @@ struct lion_bfloat16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -225,8 +227,8 @@ struct lion_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_scale_mul_2 = beta2 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -239,7 +241,8 @@ struct lion_bfloat16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -248,21 +251,21 @@ struct lion_bfloat16 {
                 const F exp_avg_bend = abs(exp_avg_code_2);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
-                const F exp_avg_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
+                const F exp_avg_code_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
                 // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-                const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * exp_avg_mul));
-                const F p_2 = one_minus_lr_times_weight_decay * p;                 // 18  p = decoupled(p, lr, weight_decay)
-                const F p_3 = fma(minus_lr, update, p_2);                          // 21  p = p - lr * update
+                const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * exp_avg_code_mul));
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 18  p = decoupled(p, lr, weight_decay)
+                const F p_3 = fma(minus_lr, update, p_2);                         // 21  p = p - lr * update
                 // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul_2 * exp_avg_mul);
+                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul_2 * exp_avg_code_mul);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise & 255 | 32768);
-                const F g_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                const F exp_avg_abs = abs(exp_avg);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store_half<2>(p_at + i, p_word);
@@ -275,11 +278,11 @@ struct lion_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -289,11 +292,12 @@ struct lion_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -324,12 +328,12 @@ struct lion_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -343,18 +347,18 @@ struct lion_bfloat16_small {
             const F exp_avg = load(exp_avg_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
-            const F p_2 = one_minus_lr_times_weight_decay * p;                 // 18  p = decoupled(p, lr, weight_decay)
-            const F p_3 = fma(minus_lr, update, p_2);                          // 21  p = p - lr * update
+            const F p_2 = one_minus_lr_times_weight_decay * p;                // 18  p = decoupled(p, lr, weight_decay)
+            const F p_3 = fma(minus_lr, update, p_2);                         // 21  p = p - lr * update
             // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -394,17 +398,17 @@ struct lion_float16 {
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_2_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -414,8 +418,8 @@ struct lion_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             const F exp_avg_scale_mul_2 = beta2 * exp_avg_scale_2;
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
@@ -428,7 +432,8 @@ struct lion_float16 {
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -439,39 +444,39 @@ struct lion_float16 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
-                const F exp_avg_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
+                const F exp_avg_code_mul = exp_avg_code_2 / (254.0f - exp_avg_bend);
                 // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
-                const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * exp_avg_mul));
+                const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, exp_avg_scale_mul * exp_avg_code_mul));
                 const F p_2 = one_minus_lr_times_weight_decay * p;  // 18  p = decoupled(p, lr, weight_decay)
                 const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
                 // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
-                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul_2 * exp_avg_mul);
-                const I g_bitcast = bits(p_3);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const F exp_avg = fma(one_minus_beta2_times_grad_scale, g_cast, exp_avg_scale_mul_2 * exp_avg_code_mul);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const F g_abs = abs(exp_avg);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(g_abs), i, end);
+                const F exp_avg_abs = abs(exp_avg);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_sign | p_word >> 8);
@@ -484,11 +489,11 @@ struct lion_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F g_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
         }
 
@@ -498,11 +503,12 @@ struct lion_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), g_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -533,12 +539,12 @@ struct lion_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -554,13 +560,13 @@ struct lion_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 19  update = sign(beta1 * exp_avg + (1 - beta1) * g)
             const F update = sign(fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg));
@@ -568,21 +574,21 @@ struct lion_float16_small {
             const F p_3 = fma(minus_lr, update, p_2);           // 21  p = p - lr * update
             // 20  exp_avg = beta2 * exp_avg + (1 - beta2) * g
             const F exp_avg_2 = fma(one_minus_beta2_times_grad_scale, g_cast, beta2 * exp_avg);
-            const I g_bitcast = bits(p_3);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

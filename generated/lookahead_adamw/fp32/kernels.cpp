@@ -109,7 +109,7 @@ struct lookahead_adamw_bfloat16 {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(slow_at + i, slow);
@@ -204,11 +204,11 @@ struct lookahead_adamw_float32_sync {
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, g_fma);
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            store(p_at + i, slow_fma);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };
@@ -254,13 +254,13 @@ struct lookahead_adamw_bfloat16_sync {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            const I p_x_bits = bits(g_fma);
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            const I p_x_bits = bits(slow_fma);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };
@@ -306,11 +306,11 @@ struct lookahead_adamw_float16_sync {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, narrow_half(g_fma));
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            store(p_at + i, narrow_half(slow_fma));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };
@@ -412,7 +412,7 @@ struct lookahead_adamw_bfloat16_amsgrad {
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
@@ -517,12 +517,12 @@ struct lookahead_adamw_float32_amsgrad_sync {
             const F p_3 = fma(-fma(scalar_4, g, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, g_fma);
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            store(p_at + i, slow_fma);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };
@@ -572,14 +572,14 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            const I p_x_bits = bits(g_fma);
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            const I p_x_bits = bits(slow_fma);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };
@@ -629,12 +629,12 @@ struct lookahead_adamw_float16_amsgrad_sync {
             const F p_3 = fma(-fma(scalar_4, g_cast, lr_over_one_minus_beta1_pow_t_times_beta1 * exp_avg), 1.0f / fma(sqrt(max_exp_avg_sq_2), scalar_5, scalar_6), p_2);
             // 31  exp_avg = beta1 * exp_avg + (1 - beta1) * g
             const F exp_avg_2 = fma(one_minus_beta1_times_grad_scale, g_cast, beta1 * exp_avg);
-            const F g_fma = fma(alpha, p_3 - slow, slow);
-            store(p_at + i, narrow_half(g_fma));
+            const F slow_fma = fma(alpha, p_3 - slow, slow);
+            store(p_at + i, narrow_half(slow_fma));
             store(exp_avg_at + i, exp_avg_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
             store(max_exp_avg_sq_at + i, max_exp_avg_sq_2);
-            store(slow_at + i, g_fma);
+            store(slow_at + i, slow_fma);
         }
     }
 };

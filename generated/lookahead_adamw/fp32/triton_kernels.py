@@ -137,7 +137,7 @@ def lookahead_adamw_bfloat16_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -306,9 +306,9 @@ def lookahead_adamw_float32_sync_tile(
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(p_ptr, at, g_fma, live, MASKED)
-    put(slow_ptr, at, g_fma, live, MASKED)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(p_ptr, at, slow_fma, live, MASKED)
+    put(slow_ptr, at, slow_fma, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -393,11 +393,11 @@ def lookahead_adamw_bfloat16_sync_tile(
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(slow_ptr, at, g_fma, live, MASKED)
-    p_x_bits = g_fma.to(tl.int32, bitcast=True)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(slow_ptr, at, slow_fma, live, MASKED)
+    p_x_bits = slow_fma.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -482,9 +482,9 @@ def lookahead_adamw_float16_sync_tile(
     # -- encode and store
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(p_ptr, at, g_fma.to(tl.float16), live, MASKED)
-    put(slow_ptr, at, g_fma, live, MASKED)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(p_ptr, at, slow_fma.to(tl.float16), live, MASKED)
+    put(slow_ptr, at, slow_fma, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -669,7 +669,7 @@ def lookahead_adamw_bfloat16_amsgrad_tile(
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -856,9 +856,9 @@ def lookahead_adamw_float32_amsgrad_sync_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(p_ptr, at, g_fma, live, MASKED)
-    put(slow_ptr, at, g_fma, live, MASKED)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(p_ptr, at, slow_fma, live, MASKED)
+    put(slow_ptr, at, slow_fma, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -952,11 +952,11 @@ def lookahead_adamw_bfloat16_amsgrad_sync_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(slow_ptr, at, g_fma, live, MASKED)
-    p_x_bits = g_fma.to(tl.int32, bitcast=True)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(slow_ptr, at, slow_fma, live, MASKED)
+    p_x_bits = slow_fma.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1050,9 +1050,9 @@ def lookahead_adamw_float16_amsgrad_sync_tile(
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
     put(max_exp_avg_sq_ptr, at, max_exp_avg_sq, live, MASKED)
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
-    g_fma = tl.fma(alpha, p - slow, slow)
-    put(p_ptr, at, g_fma.to(tl.float16), live, MASKED)
-    put(slow_ptr, at, g_fma, live, MASKED)
+    slow_fma = tl.fma(alpha, p - slow, slow)
+    put(p_ptr, at, slow_fma.to(tl.float16), live, MASKED)
+    put(slow_ptr, at, slow_fma, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

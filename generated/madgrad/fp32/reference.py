@@ -34,7 +34,7 @@ def madgrad_float32(
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -43,7 +43,7 @@ def madgrad_float32(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -69,7 +69,7 @@ def madgrad_bfloat16(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -78,7 +78,7 @@ def madgrad_bfloat16(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -86,7 +86,7 @@ def madgrad_bfloat16(
     # -- encode and store
     p_x_bits = z.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(z == z, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(z == z, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
 
@@ -106,7 +106,7 @@ def madgrad_float16(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -115,7 +115,7 @@ def madgrad_float16(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -147,7 +147,7 @@ def madgrad_float32_has_momentum(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -182,7 +182,7 @@ def madgrad_bfloat16_has_momentum(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -191,7 +191,7 @@ def madgrad_bfloat16_has_momentum(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(grad_sum_sq_tensor, grad_sum_sq)
     b.store(s_tensor, s)
     b.store(x0_tensor, x0)
@@ -219,7 +219,7 @@ def madgrad_float16_has_momentum(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -281,7 +281,7 @@ def madgrad_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "grad_sum_sq": b.flat(in_grad_sum_sq),
         "s": b.flat(in_s),
     }
@@ -370,7 +370,7 @@ def madgrad_bfloat16_has_momentum_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "grad_sum_sq": b.flat(in_grad_sum_sq),
         "s": b.flat(in_s),
         "x0": b.flat(in_x0),

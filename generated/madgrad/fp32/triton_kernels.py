@@ -36,19 +36,19 @@ def madgrad_float32_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
@@ -118,25 +118,25 @@ def madgrad_bfloat16_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
     p_x_bits = z.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -202,19 +202,19 @@ def madgrad_float16_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
@@ -284,14 +284,14 @@ def madgrad_float32_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
@@ -367,14 +367,14 @@ def madgrad_bfloat16_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
@@ -382,7 +382,7 @@ def madgrad_bfloat16_has_momentum_tile(
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -452,14 +452,14 @@ def madgrad_float16_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)

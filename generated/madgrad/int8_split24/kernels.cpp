@@ -52,23 +52,23 @@ struct madgrad_float32 {
         alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -78,13 +78,13 @@ struct madgrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
@@ -100,7 +100,8 @@ struct madgrad_float32 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -116,27 +117,27 @@ struct madgrad_float32 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_3;
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-                const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
+                const F g_mul = weight * g_3;
+                const F s = s_value + g_mul;                                  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+                const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+                const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -154,28 +155,28 @@ struct madgrad_float32 {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -186,18 +187,19 @@ struct madgrad_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
             }
@@ -231,19 +233,19 @@ struct madgrad_float32_small {
             const F g_2 = grad_scale * g;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_3;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F g_mul = weight * g_3;
+            const F s_2 = s + g_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+            const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+            const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
             store(p_at + i, z);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
             store(s_at + i, s_2);
@@ -285,23 +287,23 @@ struct madgrad_bfloat16 {
         alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -311,13 +313,13 @@ struct madgrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
@@ -333,7 +335,8 @@ struct madgrad_bfloat16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -342,7 +345,7 @@ struct madgrad_bfloat16 {
                 const F s_value = scale * (s_code_2 / (254.0f - s_bend));
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
@@ -350,29 +353,29 @@ struct madgrad_bfloat16 {
                 const F grad_sum_sq_value = as_float(grad_sum_sq_middle_2 + grad_sum_sq_piece * grad_sum_sq_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
-                const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_2;
-                const F s = s_value + p_mul;                                       // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-                const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
+                const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
+                const F g_mul = weight * g_2;
+                const F s = s_value + g_mul;                                      // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+                const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+                const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(z)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(z) + (noise & 255 | 0x8000);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -391,28 +394,28 @@ struct madgrad_bfloat16 {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -424,18 +427,19 @@ struct madgrad_bfloat16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -466,12 +470,12 @@ struct madgrad_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -484,28 +488,28 @@ struct madgrad_bfloat16_small {
             const F s = load(s_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                                           // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
+            const F g_mul = weight * g_2;
+            const F s_2 = s + g_mul;                                          // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+            const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+            const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(z)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(z) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -548,23 +552,23 @@ struct madgrad_float16 {
         alignas(64) float scale_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -574,13 +578,13 @@ struct madgrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(scale_kept + b, scale);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
@@ -596,7 +600,8 @@ struct madgrad_float16 {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -607,13 +612,13 @@ struct madgrad_float16 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
@@ -622,40 +627,40 @@ struct madgrad_float16 {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_2;
-                const F s = s_value + p_mul;                                  // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-                const F grad_sum_sq_range_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-                const F grad_sum_sq_range_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast);
-                const F grad_sum_sq_range_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma);
+                const F g_mul = weight * g_2;
+                const F s = s_value + g_mul;                                  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+                const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+                const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+                const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
                 // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_range_fma_2 * grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq_range_fma_2), grad_sum_sq) + eps), p);
+                const F start = fma(s_value, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
-                const I s_scale_bitcast = bits(z);
-                const I p_sign = s_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = s_scale_bitcast & 2147483647;
-                const F s_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
+                const I z_bitcast = bits(z);
+                const I p_sign = z_bitcast >> 16 & 0x8000;
+                const I p_magnitude = z_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(z == z, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -674,28 +679,28 @@ struct madgrad_float16 {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -707,18 +712,19 @@ struct madgrad_float16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -749,12 +755,12 @@ struct madgrad_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -769,45 +775,45 @@ struct madgrad_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
-            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 709921077);
-            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
-            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F g_mul = weight * g_2;
+            const F s_2 = s + g_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
+            const F grad_sum_sq_bitcast_2 = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq))) + 0x2a508935);
+            const F grad_sum_sq_fma_2_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_bitcast_2 * grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2), grad_sum_sq_bitcast_2);
+            const F grad_sum_sq_fma_2_3 = fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_2 * grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2), grad_sum_sq_fma_2_2);
             // 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p);
+            const F start = fma(s, 1.0f / (where(0.0f < grad_sum_sq & grad_sum_sq <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq, 1.0f / (grad_sum_sq_fma_2_3 * grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq_fma_2_3), grad_sum_sq) + eps), p);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), start);
-            const I s_bitcast = bits(z);
-            const I p_sign = s_bitcast >> 16 & 32768;
-            const I p_magnitude = s_bitcast & 2147483647;
-            const F s_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * s_bitcast_2;
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), start);
+            const I z_bitcast = bits(z);
+            const I p_sign = z_bitcast >> 16 & 0x8000;
+            const I p_magnitude = z_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(z == z, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(z == z, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -852,23 +858,23 @@ struct madgrad_float32_has_momentum {
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
         alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -878,13 +884,13 @@ struct madgrad_float32_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
@@ -900,7 +906,8 @@ struct madgrad_float32_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -916,24 +923,24 @@ struct madgrad_float32_has_momentum {
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
                 const F g_3 = fma(weight_decay, p, g_2);                      // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_3;
-                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);  // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                const F g_mul = weight * g_3;
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -952,28 +959,28 @@ struct madgrad_float32_has_momentum {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -985,18 +992,19 @@ struct madgrad_float32_has_momentum {
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise & 4095) >> 12);
             }
@@ -1033,14 +1041,14 @@ struct madgrad_float32_has_momentum_small {
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F x0 = load(x0_at + i);
             const F g_3 = fma(weight_decay, p, g_2);               // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_3;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            const F g_mul = weight * g_3;
+            const F s_2 = s + g_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_3, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
             const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             store(p_at + i, p_2);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -1086,23 +1094,23 @@ struct madgrad_bfloat16_has_momentum {
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
         alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1112,13 +1120,13 @@ struct madgrad_bfloat16_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
@@ -1134,7 +1142,8 @@ struct madgrad_bfloat16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -1142,7 +1151,7 @@ struct madgrad_bfloat16_has_momentum {
                 const F s_bend = abs(s_code_2);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
@@ -1151,26 +1160,26 @@ struct madgrad_bfloat16_has_momentum {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
-                const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_2;
-                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);       // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
+                const F g_mul = weight * g_2;
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);      // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1190,28 +1199,28 @@ struct madgrad_bfloat16_has_momentum {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -1224,18 +1233,19 @@ struct madgrad_bfloat16_has_momentum {
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1268,12 +1278,12 @@ struct madgrad_bfloat16_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1286,26 +1296,26 @@ struct madgrad_bfloat16_has_momentum_small {
             const F s = load(s_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F x0 = load(x0_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                                           // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);              // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            const F g_2 = fma(weight_decay, p, g);                            // 24  g = l2(g, p, weight_decay)
+            const F g_mul = weight * g_2;
+            const F s_2 = s + g_mul;                                          // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);             // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
             // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
             const F p_2 = fma(one_minus_momentum, z - p, p);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(grad_sum_sq_at + i, grad_sum_sq_2);
@@ -1351,23 +1361,23 @@ struct madgrad_float16_has_momentum {
         alignas(64) int32_t grad_sum_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_step_kept[TILE / BLOCK];
         alignas(64) float scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t grad_sum_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t grad_sum_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1377,13 +1387,13 @@ struct madgrad_float16_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const I16 grad_sum_sq_range = raw(grad_sum_sq_range_at + b);
             const I grad_sum_sq_header = to_int(grad_sum_sq_range);
             const I grad_sum_sq_cells = max(I(4), grad_sum_sq_header & 255);
-            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) + -1262485504;
-            const I grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1);
+            const I grad_sum_sq_step = bits(fma(4194304.0f, 1.0f / to_float(grad_sum_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1);
             const I grad_sum_sq_middle_2 = where(grad_sum_sq_header == 0, I(0), grad_sum_sq_middle);
             store(grad_sum_sq_middle_2_kept + b, grad_sum_sq_middle_2);
             store(grad_sum_sq_step_kept + b, grad_sum_sq_step);
@@ -1399,7 +1409,8 @@ struct madgrad_float16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U8 s_code = raw(s_at + i);
@@ -1409,13 +1420,13 @@ struct madgrad_float16_has_momentum {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_sum_sq_code = raw(grad_sum_sq_at + i);
@@ -1425,37 +1436,37 @@ struct madgrad_float16_has_momentum {
                 const F grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value;
                 const F x0 = load(x0_at + i);
                 const F g_2 = fma(weight_decay, p, g);                        // 24  g = l2(g, p, weight_decay)
-                const F p_mul = weight * g_2;
-                const F s = fma(scale, s_code_2 / (254.0f - s_bend), p_mul);  // 28  s = s + weight * g
-                const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-                const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-                const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-                const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+                const F g_mul = weight * g_2;
+                const F s = fma(scale, s_code_2 / (254.0f - s_bend), g_mul);  // 28  s = s + weight * g
+                const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);         // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+                const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+                const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+                const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
                 // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+                const F z = fma(-s, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
                 // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
                 const F p_2 = fma(one_minus_momentum, z - p, p);
-                const I s_scale_bitcast = bits(p_2);
-                const I p_sign = s_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = s_scale_bitcast & 2147483647;
-                const F s_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * s_scale_bitcast_2;
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(s_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I grad_sum_sq_pattern = bits(sqrt(grad_sum_sq_2));
-                const F s_scale_abs = abs(s);
+                const F s_abs = abs(s);
                 largest_of_block = larger<RAGGED>(largest_of_block, grad_sum_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, grad_sum_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(s_scale_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(noise_kept + i, noise);
                 store(grad_sum_sq_pattern_kept + i, grad_sum_sq_pattern);
                 store(s_kept + i, s);
@@ -1475,28 +1486,28 @@ struct madgrad_float16_has_momentum {
             const I s_top = largest(s_top_kept + b);
             const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I grad_sum_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1;
-            const I grad_sum_sq_below = smallest_of_block + -524288 >> 22;
+            const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
+            const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
             const I grad_sum_sq_units = min(I(64), max(I(1), grad_sum_sq_above - max(I(128), grad_sum_sq_below)));
             const I grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units;
             const I grad_sum_sq_start = grad_sum_sq_first << 22;
             const I grad_sum_sq_half = grad_sum_sq_units * 10240;
             const I grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half;
-            const I p_sub = 1601175552 - grad_sum_sq_base;
+            const I grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base;
             const I grad_sum_sq_cells_2 = min(I(255), to_int(256.5f / to_float(grad_sum_sq_units)));
             const I grad_sum_sq_scale = grad_sum_sq_cells_2 << 2;
-            const I p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608;
-            const I grad_sum_sq_header_2 = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F s_scale_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000;
+            const I grad_sum_sq_header_2 = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(grad_sum_sq_half_add_kept + b, grad_sum_sq_half_add);
             store(grad_sum_sq_base_kept + b, grad_sum_sq_base);
-            store(p_sub_kept + b, p_sub);
+            store(grad_sum_sq_base_sub_kept + b, grad_sum_sq_base_sub);
             store(grad_sum_sq_scale_kept + b, grad_sum_sq_scale);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(grad_sum_sq_range_at + b, grad_sum_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
         }
@@ -1509,18 +1520,19 @@ struct madgrad_float16_has_momentum {
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
             const I grad_sum_sq_base(grad_sum_sq_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I grad_sum_sq_base_sub(grad_sum_sq_base_sub_kept[b]);
             const I grad_sum_sq_scale(grad_sum_sq_scale_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
-                const I grad_sum_sq_offset = lshr(noise, 8) + p_add;
-                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, p_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_scale_mul), 3200.0f));
+                const I grad_sum_sq_offset = lshr(noise, 8) + grad_sum_sq_half_add;
+                const I grad_sum_sq_position = max(I(0), min(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub)) * grad_sum_sq_scale + grad_sum_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store_byte<3>(grad_sum_sq_at + i, grad_sum_sq_position);
                 store(s_at + i, s_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1553,12 +1565,12 @@ struct madgrad_float16_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1573,42 +1585,42 @@ struct madgrad_float16_has_momentum_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_sum_sq = load(grad_sum_sq_at + i);
             const F x0 = load(x0_at + i);
             const F g_2 = fma(weight_decay, p, g);                 // 24  g = l2(g, p, weight_decay)
-            const F p_mul = weight * g_2;
-            const F s_2 = s + p_mul;                               // 28  s = s + weight * g
-            const F grad_sum_sq_2 = fma(p_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
-            const F p_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 709921077);
-            const F p_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_bitcast * p_bitcast), p_bitcast), p_bitcast);
-            const F p_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma * p_fma), p_fma), p_fma);
+            const F g_mul = weight * g_2;
+            const F s_2 = s + g_mul;                               // 28  s = s + weight * g
+            const F grad_sum_sq_2 = fma(g_mul, g_2, grad_sum_sq);  // 27  grad_sum_sq = grad_sum_sq + weight * g * g
+            const F grad_sum_sq_bitcast = as_float(to_int(0.3333333432674408f * to_float(bits(grad_sum_sq_2))) + 0x2a508935);
+            const F grad_sum_sq_fma = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast);
+            const F grad_sum_sq_fma_2 = fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma);
             // 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (p_fma_2 * p_fma_2), p_fma_2), p_fma_2), grad_sum_sq_2) + eps), x0);
+            const F z = fma(-s_2, 1.0f / (where(0.0f < grad_sum_sq_2 & grad_sum_sq_2 <= 3.4028234663852886e+38f, fma(-0.3333333432674408f, fma(-grad_sum_sq_2, 1.0f / (grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_2) + eps), x0);
             const F p_2 = fma(one_minus_momentum, z - p, p);       // 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
-            const I s_bitcast = bits(p_2);
-            const I p_sign = s_bitcast >> 16 & 32768;
-            const I p_magnitude = s_bitcast & 2147483647;
-            const F s_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * s_bitcast_2;
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(s_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

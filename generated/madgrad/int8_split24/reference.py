@@ -31,8 +31,8 @@ def madgrad_float32(
     p = b.elements(p_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -43,7 +43,7 @@ def madgrad_float32(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -53,53 +53,53 @@ def madgrad_float32(
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, z)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -122,7 +122,7 @@ def madgrad_float32_small(
     g = b.elements(g_tensor).to(torch.float32)
     g = grad_scale * g
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -131,7 +131,7 @@ def madgrad_float32_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -154,11 +154,11 @@ def madgrad_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -169,7 +169,7 @@ def madgrad_bfloat16(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -179,55 +179,55 @@ def madgrad_bfloat16(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(z == z, z.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(z == z, z.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -249,13 +249,13 @@ def madgrad_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -264,21 +264,21 @@ def madgrad_bfloat16_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(z == z, z.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(z == z, z.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -301,14 +301,14 @@ def madgrad_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -319,7 +319,7 @@ def madgrad_float16(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -329,67 +329,67 @@ def madgrad_float16(
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    start = p + s_value / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     g = g + weight_decay * p               # 24  g = l2(g, p, weight_decay)
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
-    p_bitcast = z.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    z_bitcast = z.view(torch.int32)
+    p_sign = z_bitcast >> 16 & 0x8000
+    p_magnitude = z_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(z == z, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(z == z, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -414,16 +414,16 @@ def madgrad_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     s = b.elements(s_tensor)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/madgrad.py)
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
@@ -432,32 +432,32 @@ def madgrad_float16_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = start - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     # -- encode and store
-    p_bitcast = z.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    z_bitcast = z.view(torch.int32)
+    p_sign = z_bitcast >> 16 & 0x8000
+    p_magnitude = z_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(z == z, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(z == z, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -480,8 +480,8 @@ def madgrad_float32_has_momentum(
     x0 = b.elements(x0_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -494,7 +494,7 @@ def madgrad_float32_has_momentum(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -506,45 +506,45 @@ def madgrad_float32_has_momentum(
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
     b.store(grad_sum_sq_tensor, grad_sum_sq_code.to(torch.uint8))
@@ -575,7 +575,7 @@ def madgrad_float32_has_momentum_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -603,12 +603,12 @@ def madgrad_bfloat16_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     x0 = b.elements(x0_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -621,7 +621,7 @@ def madgrad_bfloat16_has_momentum(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -633,47 +633,47 @@ def madgrad_bfloat16_has_momentum(
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -698,7 +698,7 @@ def madgrad_bfloat16_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     x0 = b.elements(x0_tensor)
     s = b.elements(s_tensor)
     g_stored = b.elements(g_tensor)
@@ -709,22 +709,22 @@ def madgrad_bfloat16_has_momentum_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
     z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -751,15 +751,15 @@ def madgrad_float16_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     x0 = b.elements(x0_tensor)
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -772,7 +772,7 @@ def madgrad_float16_has_momentum(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -784,59 +784,59 @@ def madgrad_float16_has_momentum(
     g_mul = weight * g
     s = s_value + g_mul                    # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_range_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
-    grad_sum_sq_range_sub = grad_sum_sq_range_bitcast - (grad_sum_sq_range_bitcast - grad_sum_sq / (grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast)) * 0.3333333333333333
-    grad_sum_sq_range_sub = grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
+    grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
+    grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_range_sub - (grad_sum_sq_range_sub - grad_sum_sq / (grad_sum_sq_range_sub * grad_sum_sq_range_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
+    z = x0 - s / (torch.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333, grad_sum_sq) + eps)
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(grad_sum_sq).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 524288 >> 22
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) - 0x80000 >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    grad_sum_sq_range_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_range_sub_2 = grad_sum_sq_half * grad_sum_sq_scale - 8388608
-    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_range_sub_2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_range_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
+    grad_sum_sq_half_sub = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise >> 8 & 0xffffff) + grad_sum_sq_half_sub
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_base, grad_sum_sq_base_sub).clamp(min=0) * grad_sum_sq_scale + grad_sum_sq_offset
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
-    s_scale_abs = s.abs()
-    s_top = block_max(s_scale_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    s_scale_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = s / (s_scale_mul + s_scale_abs * 0.003937007874015748)
+    s_abs = s.abs()
+    s_top = block_max(s_abs.view(torch.int32), b.live)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = s / (s_divisor_mul + s_abs * 0.003937007874015748)
     s_pattern = (s_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -864,10 +864,10 @@ def madgrad_float16_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     x0 = b.elements(x0_tensor)
     s = b.elements(s_tensor)
     g_stored = b.elements(g_tensor)
@@ -878,7 +878,7 @@ def madgrad_float16_has_momentum_small(
     g_mul = weight * g
     s = s + g_mul                          # 28  s = s + weight * g
     grad_sum_sq = grad_sum_sq + g_mul * g  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 709921077).view(torch.float32)
+    grad_sum_sq_bitcast = ((grad_sum_sq.view(torch.int32).to(torch.float32) * 0.3333333333333333).to(torch.int32) + 0x2a508935).view(torch.float32)
     grad_sum_sq_sub = grad_sum_sq_bitcast - (grad_sum_sq_bitcast - grad_sum_sq / (grad_sum_sq_bitcast * grad_sum_sq_bitcast)) * 0.3333333333333333
     grad_sum_sq_sub = grad_sum_sq_sub - (grad_sum_sq_sub - grad_sum_sq / (grad_sum_sq_sub * grad_sum_sq_sub)) * 0.3333333333333333
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
@@ -886,25 +886,25 @@ def madgrad_float16_has_momentum_small(
     p = p + one_minus_momentum * (z - p)   # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -922,7 +922,7 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -931,8 +931,8 @@ def madgrad_float32_decode(p_tensor, grad_sum_sq_tensor, grad_sum_sq_range_tenso
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -953,25 +953,25 @@ def madgrad_float32_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
@@ -1016,12 +1016,12 @@ def madgrad_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -1030,8 +1030,8 @@ def madgrad_bfloat16_decode(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -1051,28 +1051,28 @@ def madgrad_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1090,7 +1090,7 @@ def madgrad_bfloat16_small_decode(p_tensor, weight_low_tensor, grad_sum_sq_tenso
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
     return {
@@ -1106,7 +1106,7 @@ def madgrad_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1128,15 +1128,15 @@ def madgrad_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -1145,8 +1145,8 @@ def madgrad_float16_decode(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -1167,38 +1167,38 @@ def madgrad_float16_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1219,10 +1219,10 @@ def madgrad_float16_small_decode(p_tensor, weight_low_tensor, grad_sum_sq_tensor
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
     return {
@@ -1239,16 +1239,16 @@ def madgrad_float16_small_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1269,7 +1269,7 @@ def madgrad_float32_has_momentum_decode(
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -1278,8 +1278,8 @@ def madgrad_float32_has_momentum_decode(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -1303,25 +1303,25 @@ def madgrad_float32_has_momentum_encode(values):
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "grad_sum_sq": b.flat(grad_sum_sq_code.to(torch.uint8)),
@@ -1372,12 +1372,12 @@ def madgrad_bfloat16_has_momentum_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -1386,8 +1386,8 @@ def madgrad_bfloat16_has_momentum_decode(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -1410,28 +1410,28 @@ def madgrad_bfloat16_has_momentum_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1452,7 +1452,7 @@ def madgrad_bfloat16_has_momentum_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
@@ -1471,7 +1471,7 @@ def madgrad_bfloat16_has_momentum_small_encode(values):
     in_grad_sum_sq = b.elements(values["grad_sum_sq"])
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1495,15 +1495,15 @@ def madgrad_float16_has_momentum_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     grad_sum_sq_range = b.per_block(grad_sum_sq_range_tensor)
     grad_sum_sq_header = grad_sum_sq_range.to(torch.int32)
     grad_sum_sq_cells = (grad_sum_sq_header & 255).clamp(min=4)
     grad_sum_sq_step = quotient(4194304.0, grad_sum_sq_cells.to(torch.float32)).round().to(torch.int32)
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = torch.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = b.elements(grad_sum_sq_tensor)
     grad_sum_sq_piece = grad_sum_sq_code.to(torch.int32)
@@ -1512,8 +1512,8 @@ def madgrad_float16_has_momentum_decode(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     s_scale = b.per_block(s_scale_tensor)
     scale_bits = s_scale.to(torch.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = torch.where(scale_bits == 2139095040, 2139095039, scale_bits).view(torch.float32)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = torch.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).view(torch.float32)
     s_code = b.elements(s_tensor)
     s_piece = s_code.to(torch.int32)
     s_code = s_piece.to(torch.float32)
@@ -1537,38 +1537,38 @@ def madgrad_float16_has_momentum_encode(values):
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     grad_sum_sq_pattern = sqrt(in_grad_sum_sq + 0.0).view(torch.int32)
-    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    grad_sum_sq_largest = block_max(grad_sum_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     grad_sum_sq_above = (grad_sum_sq_largest >> 22) + 1
     grad_sum_sq_below = block_min(grad_sum_sq_pattern, b.live) >> 22
     grad_sum_sq_units = (grad_sum_sq_above - grad_sum_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
-    in_grad_sum_sq_sub = 1601175552 - grad_sum_sq_start
+    grad_sum_sq_start_sub = 0x5f700000 - grad_sum_sq_start
     grad_sum_sq_cells = quotient(256.5, grad_sum_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, in_grad_sum_sq_sub).clamp(min=0) * grad_sum_sq_scale
+    grad_sum_sq_position = torch.minimum(grad_sum_sq_pattern - grad_sum_sq_start, grad_sum_sq_start_sub).clamp(min=0) * grad_sum_sq_scale
     grad_sum_sq_code = grad_sum_sq_position >> 24 & 0xff
     grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     in_s_abs = in_s.abs()
     s_top = block_max(in_s_abs.view(torch.int32), b.live)
-    s_up = s_top.clamp(min=75497472) + 32767
-    s_up = torch.where(s_top < 2139095040, s_up, 2143289344)
-    s_divisor = (s_up & 2147450880).clamp(max=2139095039)
-    in_s_mul = s_divisor.view(torch.float32) * 0.003937007874015748
-    s_exact = in_s / (in_s_mul + in_s_abs * 0.003937007874015748)
+    s_up = s_top.clamp(min=0x4800000) + 32767
+    s_up = torch.where(s_top < 0x7f800000, s_up, 0x7fc00000)
+    s_divisor = (s_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    s_divisor_mul = s_divisor.view(torch.float32) * 0.003937007874015748
+    s_exact = in_s / (s_divisor_mul + in_s_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1592,10 +1592,10 @@ def madgrad_float16_has_momentum_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     grad_sum_sq = b.elements(grad_sum_sq_tensor)
     s = b.elements(s_tensor)
     x0 = b.elements(x0_tensor)
@@ -1615,16 +1615,16 @@ def madgrad_float16_has_momentum_small_encode(values):
     in_s = b.elements(values["s"])
     in_x0 = b.elements(values["x0"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -31,8 +31,8 @@ def madgrad_float32_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -43,8 +43,8 @@ def madgrad_float32_tile(
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -53,55 +53,55 @@ def madgrad_float32_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s_value + p_mul                            # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    g_mul = weight * g
+    s = s_value + g_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(p_ptr, at, z, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
@@ -209,19 +209,19 @@ def madgrad_float32_small_tile(
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
@@ -286,8 +286,8 @@ def madgrad_bfloat16_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -295,14 +295,14 @@ def madgrad_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -311,58 +311,58 @@ def madgrad_bfloat16_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s_value + p_mul                            # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    g_mul = weight * g
+    s = s_value + g_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
@@ -469,37 +469,37 @@ def madgrad_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(z.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -587,8 +587,8 @@ def madgrad_float16_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -597,20 +597,20 @@ def madgrad_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -619,69 +619,69 @@ def madgrad_float16_tile(
     grad_sum_sq = grad_sum_sq_value * grad_sum_sq_value
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s_value + p_mul                            # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_range_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_bitcast * grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast), grad_sum_sq_range_bitcast)
-    grad_sum_sq_range_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma)
+    g_mul = weight * g
+    s = s_value + g_mul                            # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_range_fma * grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq_range_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s_value, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
-    s_scale_bitcast = z.to(tl.int32, bitcast=True)
-    p_sign = s_scale_bitcast >> 16 & 32768
-    p_magnitude = s_scale_bitcast & 2147483647
-    s_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_scale_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    z_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = z_bitcast >> 16 & 0x8000
+    p_magnitude = z_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(s_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(z == z, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(z == z, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq_2).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
@@ -789,54 +789,54 @@ def madgrad_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                 # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s_2 = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq_2 = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma)
-    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
-    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    g_mul = weight * g
+    s_2 = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq_2 = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq_2.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma_2 = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2)
     # 25  start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), p)
+    start = tl.fma(s, 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma_2 * grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq_fma_2), grad_sum_sq) + eps), p)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq_2) + eps), start)
+    z = tl.fma(minus(s_2), 1.0 / (tl.where((0.0 < grad_sum_sq_2) & (grad_sum_sq_2 <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq_2), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_2) + eps), start)
     # -- encode and store
     put(s_ptr, at, s_2, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq_2, live, MASKED)
-    s_bitcast = z.to(tl.int32, bitcast=True)
-    p_sign = s_bitcast >> 16 & 32768
-    p_magnitude = s_bitcast & 2147483647
-    s_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    z_bitcast = z.to(tl.int32, bitcast=True)
+    p_sign = z_bitcast >> 16 & 0x8000
+    p_magnitude = z_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(s_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(z == z, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(z == z, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -924,8 +924,8 @@ def madgrad_float32_has_momentum_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -935,8 +935,8 @@ def madgrad_float32_has_momentum_tile(
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -946,54 +946,54 @@ def madgrad_float32_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
+    g_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), g_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
     put(p_ptr, at, p, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 0), live, MASKED)
 
 
@@ -1105,14 +1105,14 @@ def madgrad_float32_has_momentum_small_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
@@ -1182,22 +1182,22 @@ def madgrad_bfloat16_has_momentum_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -1207,57 +1207,57 @@ def madgrad_bfloat16_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
+    g_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), g_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
@@ -1368,35 +1368,35 @@ def madgrad_bfloat16_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1486,8 +1486,8 @@ def madgrad_float16_has_momentum_tile(
     # -- load and decode
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -1495,20 +1495,20 @@ def madgrad_float16_has_momentum_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq_range = get(grad_sum_sq_range_ptr, at_block, live_block, MASKED)
     grad_sum_sq_header = grad_sum_sq_range.to(tl.int32)
     grad_sum_sq_cells = tl.maximum(grad_sum_sq_header & 255, 4)
-    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    grad_sum_sq_middle = ((grad_sum_sq_header & 65280) << 14) + 536870912 + (grad_sum_sq_step >> 1)
+    grad_sum_sq_step = tl.fma(4194304.0, inverse(grad_sum_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    grad_sum_sq_middle = ((grad_sum_sq_header & 0xff00) << 14) + 0x20000000 + (grad_sum_sq_step >> 1)
     grad_sum_sq_middle = tl.where(grad_sum_sq_header == 0, 0, grad_sum_sq_middle)
     grad_sum_sq_code = get(grad_sum_sq_ptr, at, live, MASKED)
     grad_sum_sq_piece = apart(grad_sum_sq_code)
@@ -1518,68 +1518,68 @@ def madgrad_float16_has_momentum_tile(
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)                                          # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), p_mul)  # 28  s = s + weight * g
+    g_mul = weight * g
+    s = tl.fma(scale[:, None], s_code * reciprocal(254.0 - s_bend), g_mul)  # 28  s = s + weight * g
     # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     p = tl.fma(one_minus_momentum, z - p, p)
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
-    s_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = s_scale_bitcast >> 16 & 32768
-    p_magnitude = s_scale_bitcast & 2147483647
-    s_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_scale_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(s_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     grad_sum_sq_pattern = tl.sqrt(grad_sum_sq).to(tl.int32, bitcast=True)
-    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 536870912), 1601175552)
-    grad_sum_sq_above = (grad_sum_sq_largest + 524288 >> 22) + 1
-    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) + -524288 >> 22
+    grad_sum_sq_largest = tl.minimum(tl.maximum(block_max(grad_sum_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1
+    grad_sum_sq_below = block_min(grad_sum_sq_pattern, live, MASKED) - 0x80000 >> 22
     grad_sum_sq_units = tl.minimum(tl.maximum(grad_sum_sq_above - tl.maximum(grad_sum_sq_below, 128), 1), 64)
     grad_sum_sq_first = grad_sum_sq_above - grad_sum_sq_units
     grad_sum_sq_start = grad_sum_sq_first << 22
     grad_sum_sq_half = grad_sum_sq_units * 10240
     grad_sum_sq_base = grad_sum_sq_start + grad_sum_sq_half
-    p_sub = 1601175552 - grad_sum_sq_base
+    grad_sum_sq_base_sub = 0x5f700000 - grad_sum_sq_base
     grad_sum_sq_cells = tl.minimum((256.5 * inverse(grad_sum_sq_units.to(tl.float32))).to(tl.int32), 255)
     grad_sum_sq_scale = grad_sum_sq_cells << 2
-    p_add = grad_sum_sq_half * grad_sum_sq_scale + -8388608
-    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], p_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
+    grad_sum_sq_half_add = grad_sum_sq_half * grad_sum_sq_scale - 0x800000
+    grad_sum_sq_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + grad_sum_sq_half_add[:, None]
+    grad_sum_sq_position = tl.maximum(tl.minimum(grad_sum_sq_pattern - grad_sum_sq_base[:, None], grad_sum_sq_base_sub[:, None]), 0) * grad_sum_sq_scale[:, None] + grad_sum_sq_offset
     put(grad_sum_sq_ptr, at, byte(grad_sum_sq_position, 3), live, MASKED)
-    grad_sum_sq_header = grad_sum_sq_first + -128 << 8 | grad_sum_sq_cells
+    grad_sum_sq_header = grad_sum_sq_first - 128 << 8 | grad_sum_sq_cells
     put(grad_sum_sq_range_ptr, at_block, grad_sum_sq_header.to(tl.int16), live_block, MASKED)
-    s_scale_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    s_scale_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_scale_abs, s_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(s_ptr, at, rounded(s_pattern, noise, 8), live, MASKED)
 
 
@@ -1691,52 +1691,52 @@ def madgrad_float16_has_momentum_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_sum_sq = get(grad_sum_sq_ptr, at, live, MASKED)
     x0 = get(x0_ptr, at, live, MASKED)
     # -- update  (specs/madgrad.py)
     g = tl.fma(weight_decay, p, g)               # 24  g = l2(g, p, weight_decay)
-    p_mul = weight * g
-    s = s + p_mul                                # 28  s = s + weight * g
-    grad_sum_sq = tl.fma(p_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
-    p_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 709921077).to(tl.float32, bitcast=True)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_bitcast * p_bitcast), p_bitcast), p_bitcast)
-    p_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma)
+    g_mul = weight * g
+    s = s + g_mul                                # 28  s = s + weight * g
+    grad_sum_sq = tl.fma(g_mul, g, grad_sum_sq)  # 27  grad_sum_sq = grad_sum_sq + weight * g * g
+    grad_sum_sq_bitcast = ((0.3333333333333333 * grad_sum_sq.to(tl.int32, bitcast=True).to(tl.float32)).to(tl.int32) + 0x2a508935).to(tl.float32, bitcast=True)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_bitcast * grad_sum_sq_bitcast), grad_sum_sq_bitcast), grad_sum_sq_bitcast)
+    grad_sum_sq_fma = tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma)
     # 29  z = start - s / (cbrt(grad_sum_sq) + eps)
-    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(p_fma * p_fma), p_fma), p_fma), grad_sum_sq) + eps), x0)
+    z = tl.fma(minus(s), 1.0 / (tl.where((0.0 < grad_sum_sq) & (grad_sum_sq <= 3.4028234663852886e+38), tl.fma(-0.3333333333333333, tl.fma(minus(grad_sum_sq), reciprocal(grad_sum_sq_fma * grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq_fma), grad_sum_sq) + eps), x0)
     p = tl.fma(one_minus_momentum, z - p, p)     # 30  p = p + (1 - momentum) * (z - p) if has_momentum else z
     # -- encode and store
     put(x0_ptr, at, x0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     put(grad_sum_sq_ptr, at, grad_sum_sq, live, MASKED)
-    s_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = s_bitcast >> 16 & 32768
-    p_magnitude = s_bitcast & 2147483647
-    s_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * s_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(s_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

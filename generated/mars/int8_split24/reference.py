@@ -47,8 +47,8 @@ def mars_float32(
     g = grad_scale * g
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -73,8 +73,8 @@ def mars_float32(
     p = b.elements(p_tensor)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -85,7 +85,7 @@ def mars_float32(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -96,8 +96,8 @@ def mars_float32(
     g = grad_scale * g
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -108,64 +108,63 @@ def mars_float32(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/mars.py)
-    p = p * one_minus_lr_times_weight_decay                           # 25  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                     # 25  p = decoupled(p, lr, weight_decay)
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad_value, 0.0)
-    c = g + gamma_times_beta1_over_one_minus_beta1 * change           # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    c = c / sqrt_tensor_sum_of_c_max_one                              # 24  c = c / maximum(norm(c), 1.0)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * c                   # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change     # 23  c = g + gamma * beta1 / (1 - beta1) * change
+    c = c / sqrt_tensor_sum_of_c_max_one                        # 24  c = c / maximum(norm(c), 1.0)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * c             # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * c * c
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     g_abs = g.abs()
     last_grad_top = block_max(g_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    g_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, p)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise & 4095) >> 12).to(torch.uint8))
     b.store_per_block(exp_avg_scale_tensor, (exp_avg_up >> 15).to(torch.int16))
@@ -268,8 +267,8 @@ def mars_bfloat16(
     g = grad_scale * g_stored.to(torch.float32)
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -295,11 +294,11 @@ def mars_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -310,7 +309,7 @@ def mars_bfloat16(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -321,8 +320,8 @@ def mars_bfloat16(
     g = grad_scale * g_stored.to(torch.float32)
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -333,66 +332,65 @@ def mars_bfloat16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/mars.py)
-    p = p * one_minus_lr_times_weight_decay                           # 25  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                     # 25  p = decoupled(p, lr, weight_decay)
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad_value, 0.0)
-    c = g + gamma_times_beta1_over_one_minus_beta1 * change           # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    c = c / sqrt_tensor_sum_of_c_max_one                              # 24  c = c / maximum(norm(c), 1.0)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * c                   # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change     # 23  c = g + gamma * beta1 / (1 - beta1) * change
+    c = c / sqrt_tensor_sum_of_c_max_one                        # 24  c = c / maximum(norm(c), 1.0)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * c             # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * c * c
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     g_abs = g.abs()
     last_grad_top = block_max(g_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    g_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -446,7 +444,7 @@ def mars_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -469,15 +467,15 @@ def mars_bfloat16_small(
     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -511,8 +509,8 @@ def mars_float16(
     g = grad_scale * g_stored.to(torch.float32)
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -541,14 +539,14 @@ def mars_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -559,7 +557,7 @@ def mars_float16(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -570,8 +568,8 @@ def mars_float16(
     g = grad_scale * g_stored.to(torch.float32)
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -582,78 +580,77 @@ def mars_float16(
     # 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/mars.py)
-    p = p * one_minus_lr_times_weight_decay                           # 25  p = decoupled(p, lr, weight_decay)
+    p = p * one_minus_lr_times_weight_decay                     # 25  p = decoupled(p, lr, weight_decay)
     # 22  change = where(t > 1, g - last_grad, 0.0)
     change = torch.where(0.0 < where_lt_one_t_one_zero, g - last_grad_value, 0.0)
-    c = g + gamma_times_beta1_over_one_minus_beta1 * change           # 23  c = g + gamma * beta1 / (1 - beta1) * change
-    c = c / sqrt_tensor_sum_of_c_max_one                              # 24  c = c / maximum(norm(c), 1.0)
-    exp_avg = beta1 * exp_avg + one_minus_beta1 * c                   # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
+    c = g + gamma_times_beta1_over_one_minus_beta1 * change     # 23  c = g + gamma * beta1 / (1 - beta1) * change
+    c = c / sqrt_tensor_sum_of_c_max_one                        # 24  c = c / maximum(norm(c), 1.0)
+    exp_avg = beta1 * exp_avg + one_minus_beta1 * c             # 26  exp_avg = beta1 * exp_avg + (1 - beta1) * c
     # 27  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * c * c
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * c * c
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 28  denom = sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps
-    denom = exp_avg_sq_range_sqrt / sqrt_one_minus_beta2_pow_t + eps
-    # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
+    denom = exp_avg_sq_sqrt / sqrt_one_minus_beta2_pow_t + eps
+    p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom     # 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_range_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = (noise >> 8 & 0xffffff) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (exp_avg_sq_range_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = exp_avg / exp_avg_sq_value
-    exp_avg_scale_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(exp_avg_scale_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    exp_avg_scale_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (exp_avg_scale_mul + exp_avg_scale_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_pattern = (exp_avg_exact + 3200.0).view(torch.int32)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     g_abs = g.abs()
     last_grad_top = block_max(g_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    g_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = g / (g_mul + g_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = g / (last_grad_divisor_mul + g_abs * 0.003937007874015748)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
     b.store(exp_avg_tensor, (exp_avg_pattern + (noise >> 8 & 4095) >> 12).to(torch.uint8))
@@ -710,10 +707,10 @@ def mars_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -737,25 +734,25 @@ def mars_float16_small(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -776,7 +773,7 @@ def mars_float32_decode(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -785,8 +782,8 @@ def mars_float32_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -797,8 +794,8 @@ def mars_float32_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -821,7 +818,7 @@ def mars_float32_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_last_grad = b.elements(values["last_grad"])
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -829,28 +826,28 @@ def mars_float32_encode(values):
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     in_last_grad_abs = in_last_grad.abs()
     last_grad_top = block_max(in_last_grad_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    in_last_grad_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = in_last_grad / (in_last_grad_mul + in_last_grad_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = in_last_grad / (last_grad_divisor_mul + in_last_grad_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "exp_avg": b.flat((exp_avg_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -902,12 +899,12 @@ def mars_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -916,8 +913,8 @@ def mars_bfloat16_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -928,8 +925,8 @@ def mars_bfloat16_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -951,10 +948,10 @@ def mars_bfloat16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_last_grad = b.elements(values["last_grad"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -962,28 +959,28 @@ def mars_bfloat16_encode(values):
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     in_last_grad_abs = in_last_grad.abs()
     last_grad_top = block_max(in_last_grad_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    in_last_grad_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = in_last_grad / (in_last_grad_mul + in_last_grad_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = in_last_grad / (last_grad_divisor_mul + in_last_grad_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1003,7 +1000,7 @@ def mars_bfloat16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     last_grad = b.elements(last_grad_tensor)
@@ -1022,7 +1019,7 @@ def mars_bfloat16_small_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_last_grad = b.elements(values["last_grad"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1046,15 +1043,15 @@ def mars_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg_sq_range = b.per_block(exp_avg_sq_range_tensor)
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -1063,8 +1060,8 @@ def mars_float16_decode(
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale_bits = exp_avg_scale.to(torch.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = torch.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).view(torch.float32)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = torch.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
@@ -1075,8 +1072,8 @@ def mars_float16_decode(
     exp_avg = exp_avg_value * exp_avg_sq_value
     last_grad_scale = b.per_block(last_grad_scale_tensor)
     last_grad_scale_bits = last_grad_scale.to(torch.int32) << 15
-    last_grad_scale_bits = last_grad_scale_bits & 2147483647
-    last_grad_scale = torch.where(last_grad_scale_bits == 2139095040, 2139095039, last_grad_scale_bits).view(torch.float32)
+    last_grad_scale_bits = last_grad_scale_bits & 0x7fffffff
+    last_grad_scale = torch.where(last_grad_scale_bits == 0x7f800000, 0x7f7fffff, last_grad_scale_bits).view(torch.float32)
     last_grad_code = b.elements(last_grad_tensor)
     last_grad_piece = last_grad_code.to(torch.int32)
     last_grad_code = last_grad_piece.to(torch.float32)
@@ -1099,20 +1096,20 @@ def mars_float16_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_last_grad = b.elements(values["last_grad"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
@@ -1120,28 +1117,28 @@ def mars_float16_encode(values):
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    in_exp_avg_sq_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step >> 1)
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
-    exp_avg_sq_value = (in_exp_avg_sq_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
+    exp_avg_sq_value = (exp_avg_sq_start_add + exp_avg_sq_code * exp_avg_sq_step).view(torch.float32)
     exp_avg_value = in_exp_avg / exp_avg_sq_value
-    in_exp_avg_abs = exp_avg_value.abs()
-    exp_avg_top = block_max(in_exp_avg_abs.view(torch.int32), b.live)
-    exp_avg_up = exp_avg_top.clamp(min=75497472) + 32767
-    exp_avg_up = torch.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
-    exp_avg_divisor = (exp_avg_up & 2147450880).clamp(max=2139095039)
-    in_exp_avg_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
-    exp_avg_exact = exp_avg_value / (in_exp_avg_mul + in_exp_avg_abs * 0.003937007874015748)
+    exp_avg_value_abs = exp_avg_value.abs()
+    exp_avg_top = block_max(exp_avg_value_abs.view(torch.int32), b.live)
+    exp_avg_up = exp_avg_top.clamp(min=0x4800000) + 32767
+    exp_avg_up = torch.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
+    exp_avg_divisor = (exp_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.view(torch.float32) * 0.003937007874015748
+    exp_avg_exact = exp_avg_value / (exp_avg_divisor_mul + exp_avg_value_abs * 0.003937007874015748)
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     in_last_grad_abs = in_last_grad.abs()
     last_grad_top = block_max(in_last_grad_abs.view(torch.int32), b.live)
-    last_grad_up = last_grad_top.clamp(min=75497472) + 32767
-    last_grad_up = torch.where(last_grad_top < 2139095040, last_grad_up, 2143289344)
-    last_grad_divisor = (last_grad_up & 2147450880).clamp(max=2139095039)
-    in_last_grad_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
-    last_grad_exact = in_last_grad / (in_last_grad_mul + in_last_grad_abs * 0.003937007874015748)
+    last_grad_up = last_grad_top.clamp(min=0x4800000) + 32767
+    last_grad_up = torch.where(last_grad_top < 0x7f800000, last_grad_up, 0x7fc00000)
+    last_grad_divisor = (last_grad_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    last_grad_divisor_mul = last_grad_divisor.view(torch.float32) * 0.003937007874015748
+    last_grad_exact = in_last_grad / (last_grad_divisor_mul + in_last_grad_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1164,10 +1161,10 @@ def mars_float16_small_decode(p_tensor, weight_low_tensor, exp_avg_tensor, exp_a
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     exp_avg = b.elements(exp_avg_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     last_grad = b.elements(last_grad_tensor)
@@ -1187,16 +1184,16 @@ def mars_float16_small_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_last_grad = b.elements(values["last_grad"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

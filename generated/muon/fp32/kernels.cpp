@@ -98,7 +98,7 @@ struct muon_bfloat16_no_matrix {
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -208,9 +208,9 @@ struct muon_float32_2 {
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
             const F direction = fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul;
-            const I g_bitcast = bits(direction);
+            const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -283,9 +283,9 @@ struct muon_bfloat16_2 {
             const F momentum_buffer_2 = fma(momentum, momentum_buffer, g_mul);
             // 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
             const F direction = fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul;
-            const I g_bitcast = bits(direction);
+            const I direction_bitcast = bits(direction);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -322,7 +322,7 @@ struct muon_bfloat16_4 {
             const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -416,9 +416,9 @@ struct muon_float32_no_nesterov_2 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g, momentum * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -485,9 +485,9 @@ struct muon_bfloat16_no_nesterov_2 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_stored, momentum * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -524,7 +524,7 @@ struct muon_bfloat16_no_nesterov_4 {
             const F p_3 = fma(-lr_times_scale, direction, p_2);  // 46  p = p - lr * scale * direction
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };

@@ -52,9 +52,9 @@ def muon_float32(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -110,9 +110,9 @@ def muon_bfloat16(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -134,7 +134,7 @@ def muon_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def muon_float16(
@@ -171,9 +171,9 @@ def muon_float16(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -266,7 +266,7 @@ def muon_bfloat16_no_matrix(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(momentum_buffer_tensor, momentum_buffer)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -342,9 +342,9 @@ def muon_float32_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -400,9 +400,9 @@ def muon_bfloat16_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -424,7 +424,7 @@ def muon_bfloat16_match_rms_adamw(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def muon_float16_match_rms_adamw(
@@ -461,9 +461,9 @@ def muon_float16_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -519,7 +519,7 @@ def muon_float32_no_nesterov(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -574,7 +574,7 @@ def muon_bfloat16_no_nesterov(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -596,7 +596,7 @@ def muon_bfloat16_no_nesterov(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def muon_float16_no_nesterov(
@@ -632,7 +632,7 @@ def muon_float16_no_nesterov(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -688,7 +688,7 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -743,7 +743,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -765,7 +765,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def muon_float16_no_nesterov_match_rms_adamw(
@@ -801,7 +801,7 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -866,7 +866,7 @@ def muon_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "momentum_buffer": b.flat(in_momentum_buffer),
     }
 
@@ -943,7 +943,7 @@ def muon_bfloat16_no_matrix_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "momentum_buffer": b.flat(in_momentum_buffer),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }

@@ -68,8 +68,8 @@ def muon_float32_2_tile(
     direction = tl.fma(scalar_2, g, momentum_times_momentum * momentum_buffer) + g_mul
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
-    g_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    direction_bitcast = direction.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -198,8 +198,8 @@ def muon_bfloat16_2_tile(
     direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
-    g_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    direction_bitcast = direction.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -267,7 +267,7 @@ def muon_bfloat16_4_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -331,8 +331,8 @@ def muon_float16_2_tile(
     direction = tl.fma(scalar_2, g_cast, momentum_times_momentum * momentum_buffer) + g_mul
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer_2, live, MASKED)
-    g_bitcast = direction.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(direction == direction, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    direction_bitcast = direction.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -549,7 +549,7 @@ def muon_bfloat16_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -734,8 +734,8 @@ def muon_float32_no_nesterov_2_tile(
     momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g, momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -798,8 +798,8 @@ def muon_bfloat16_no_nesterov_2_tile(
     momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, widened(g_stored), momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -862,8 +862,8 @@ def muon_float16_no_nesterov_2_tile(
     momentum_buffer = tl.fma(one_minus_momentum_times_grad_scale, g_stored.to(tl.float32), momentum * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

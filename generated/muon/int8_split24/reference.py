@@ -45,8 +45,8 @@ def muon_float32(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -62,26 +62,26 @@ def muon_float32(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -138,9 +138,9 @@ def muon_float32_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -189,8 +189,8 @@ def muon_bfloat16(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -206,26 +206,26 @@ def muon_bfloat16(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -240,7 +240,7 @@ def muon_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -249,15 +249,15 @@ def muon_bfloat16(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -297,9 +297,9 @@ def muon_bfloat16_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -313,7 +313,7 @@ def muon_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -322,15 +322,15 @@ def muon_bfloat16_small(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -363,8 +363,8 @@ def muon_float16(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -380,26 +380,26 @@ def muon_float16(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -417,10 +417,10 @@ def muon_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -430,25 +430,25 @@ def muon_float16(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -489,9 +489,9 @@ def muon_float16_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -508,10 +508,10 @@ def muon_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -521,25 +521,25 @@ def muon_float16_small(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -568,8 +568,8 @@ def muon_float32_no_matrix(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -582,7 +582,7 @@ def muon_float32_no_matrix(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -594,41 +594,41 @@ def muon_float32_no_matrix(
     momentum_buffer = adamw_betas_0 * momentum_buffer_value + one_minus_adamw_betas_0 * g
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_range_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, p)
@@ -697,11 +697,11 @@ def muon_bfloat16_no_matrix(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -714,7 +714,7 @@ def muon_bfloat16_no_matrix(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -726,43 +726,43 @@ def muon_bfloat16_no_matrix(
     momentum_buffer = adamw_betas_0 * momentum_buffer_value + one_minus_adamw_betas_0 * g
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_range_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -795,7 +795,7 @@ def muon_bfloat16_no_matrix_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -808,15 +808,15 @@ def muon_bfloat16_no_matrix_small(
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -850,14 +850,14 @@ def muon_float16_no_matrix(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -870,7 +870,7 @@ def muon_float16_no_matrix(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -882,55 +882,55 @@ def muon_float16_no_matrix(
     momentum_buffer = adamw_betas_0 * momentum_buffer_value + one_minus_adamw_betas_0 * g
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
     exp_avg_sq = adamw_betas_1 * exp_avg_sq + one_minus_adamw_betas_1 * g * g
-    exp_avg_sq_range_sqrt = sqrt(exp_avg_sq)
+    exp_avg_sq_sqrt = sqrt(exp_avg_sq)
     # 36  p, momentum_buffer, exp_avg_sq = policies.adamw_step( p, g, t, momentum_buffer, exp_avg_sq, adamw_lr, adamw_betas, adamw_eps, weight_decay )
-    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_range_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
+    p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (exp_avg_sq_sqrt / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    exp_avg_sq_pattern = exp_avg_sq_range_sqrt.view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.view(torch.int32)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) - 0x80000 >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    exp_avg_sq_range_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_range_sub_2 = exp_avg_sq_half * exp_avg_sq_scale - 8388608
-    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_range_sub_2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_range_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
+    exp_avg_sq_half_sub = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise >> 8 & 4095) << 12 | 2048) + exp_avg_sq_half_sub
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub).clamp(min=0) * exp_avg_sq_scale + exp_avg_sq_offset
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -966,10 +966,10 @@ def muon_float16_no_matrix_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -983,25 +983,25 @@ def muon_float16_no_matrix_small(
     p = p * one_minus_adamw_lr_times_weight_decay - adamw_lr_over_one_minus_adamw_betas_0_pow_t * momentum_buffer / (sqrt(exp_avg_sq) / sqrt_one_minus_adamw_betas_1_pow_t + adamw_eps)
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1037,8 +1037,8 @@ def muon_float32_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1054,26 +1054,26 @@ def muon_float32_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1130,9 +1130,9 @@ def muon_float32_match_rms_adamw_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -1181,8 +1181,8 @@ def muon_bfloat16_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1198,26 +1198,26 @@ def muon_bfloat16_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1232,7 +1232,7 @@ def muon_bfloat16_match_rms_adamw(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1241,15 +1241,15 @@ def muon_bfloat16_match_rms_adamw(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1289,9 +1289,9 @@ def muon_bfloat16_match_rms_adamw_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -1305,7 +1305,7 @@ def muon_bfloat16_match_rms_adamw_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1314,15 +1314,15 @@ def muon_bfloat16_match_rms_adamw_small(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1355,8 +1355,8 @@ def muon_float16_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1372,26 +1372,26 @@ def muon_float16_match_rms_adamw(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = direction.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1409,10 +1409,10 @@ def muon_float16_match_rms_adamw(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1422,25 +1422,25 @@ def muon_float16_match_rms_adamw(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1481,9 +1481,9 @@ def muon_float16_match_rms_adamw_small(
     # 41  direction = momentum * momentum_buffer + (1 - momentum) * g if nesterov else momentum_buffer
     direction = momentum * momentum_buffer + g_mul
     # -- encode and store
-    momentum_buffer_bitcast = direction.view(torch.int32)
+    direction_bitcast = direction.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(direction == direction, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(direction == direction, direction_bitcast + 32767 + (direction_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -1500,10 +1500,10 @@ def muon_float16_match_rms_adamw_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1513,25 +1513,25 @@ def muon_float16_match_rms_adamw_small(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1565,8 +1565,8 @@ def muon_float32_no_nesterov(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1579,26 +1579,26 @@ def muon_float32_no_nesterov(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1654,7 +1654,7 @@ def muon_float32_no_nesterov_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -1703,8 +1703,8 @@ def muon_bfloat16_no_nesterov(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1717,26 +1717,26 @@ def muon_bfloat16_no_nesterov(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1751,7 +1751,7 @@ def muon_bfloat16_no_nesterov(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1760,15 +1760,15 @@ def muon_bfloat16_no_nesterov(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1807,7 +1807,7 @@ def muon_bfloat16_no_nesterov_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -1821,7 +1821,7 @@ def muon_bfloat16_no_nesterov_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1830,15 +1830,15 @@ def muon_bfloat16_no_nesterov_small(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1871,8 +1871,8 @@ def muon_float16_no_nesterov(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1885,26 +1885,26 @@ def muon_float16_no_nesterov(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -1922,10 +1922,10 @@ def muon_float16_no_nesterov(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -1935,25 +1935,25 @@ def muon_float16_no_nesterov(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1993,7 +1993,7 @@ def muon_float16_no_nesterov_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -2010,10 +2010,10 @@ def muon_float16_no_nesterov_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -2023,25 +2023,25 @@ def muon_float16_no_nesterov_small(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -2075,8 +2075,8 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2089,26 +2089,26 @@ def muon_float32_no_nesterov_match_rms_adamw(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -2164,7 +2164,7 @@ def muon_float32_no_nesterov_match_rms_adamw_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -2213,8 +2213,8 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2227,26 +2227,26 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -2261,7 +2261,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -2270,15 +2270,15 @@ def muon_bfloat16_no_nesterov_match_rms_adamw(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -2317,7 +2317,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -2331,7 +2331,7 @@ def muon_bfloat16_no_nesterov_match_rms_adamw_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -2340,15 +2340,15 @@ def muon_bfloat16_no_nesterov_match_rms_adamw_small(
     direction = direction_stored.to(torch.float32)
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -2381,8 +2381,8 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # -- load and decode
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2395,26 +2395,26 @@ def muon_float16_no_nesterov_match_rms_adamw(
     # 40  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * g
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * g
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    momentum_buffer_scale_bitcast = momentum_buffer.view(torch.int32)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_scale_bitcast + 32767 + (momentum_buffer_scale_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     b = Blocks(p_tensor, 1, place)
@@ -2432,10 +2432,10 @@ def muon_float16_no_nesterov_match_rms_adamw(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -2445,25 +2445,25 @@ def muon_float16_no_nesterov_match_rms_adamw(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -2503,7 +2503,7 @@ def muon_float16_no_nesterov_match_rms_adamw_small(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -2520,10 +2520,10 @@ def muon_float16_no_nesterov_match_rms_adamw_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     lr_times_scale = b.spread(lr_times_scale_tensor)
     direction_stored = b.elements(direction_tensor)
     # -- update  (specs/muon.py)
@@ -2533,25 +2533,25 @@ def muon_float16_no_nesterov_match_rms_adamw_small(
     p = p - lr_times_scale * direction              # 46  p = p - lr * scale * direction
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -2564,8 +2564,8 @@ def muon_float32_decode(p_tensor, momentum_buffer_tensor, momentum_buffer_scale_
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2585,11 +2585,11 @@ def muon_float32_encode(values):
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -2626,11 +2626,11 @@ def muon_bfloat16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mo
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2648,15 +2648,15 @@ def muon_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2672,7 +2672,7 @@ def muon_bfloat16_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tens
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -2685,7 +2685,7 @@ def muon_bfloat16_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2704,14 +2704,14 @@ def muon_float16_decode(p_tensor, weight_low_tensor, momentum_buffer_tensor, mom
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2730,25 +2730,25 @@ def muon_float16_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2767,10 +2767,10 @@ def muon_float16_small_decode(p_tensor, weight_low_tensor, momentum_buffer_tenso
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -2784,16 +2784,16 @@ def muon_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2812,8 +2812,8 @@ def muon_float32_no_matrix_decode(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2824,7 +2824,7 @@ def muon_float32_no_matrix_decode(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2846,22 +2846,22 @@ def muon_float32_no_matrix_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
@@ -2909,11 +2909,11 @@ def muon_bfloat16_no_matrix_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2924,7 +2924,7 @@ def muon_bfloat16_no_matrix_decode(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -2944,26 +2944,26 @@ def muon_bfloat16_no_matrix_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
@@ -2983,7 +2983,7 @@ def muon_bfloat16_no_matrix_small_decode(p_tensor, weight_low_tensor, momentum_b
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -2999,7 +2999,7 @@ def muon_bfloat16_no_matrix_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -3022,14 +3022,14 @@ def muon_float16_no_matrix_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -3040,7 +3040,7 @@ def muon_float16_no_matrix_decode(
     exp_avg_sq_header = exp_avg_sq_range.to(torch.int32)
     exp_avg_sq_cells = (exp_avg_sq_header & 255).clamp(min=4)
     exp_avg_sq_step = quotient(4194304.0, exp_avg_sq_cells.to(torch.float32)).round().to(torch.int32)
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = torch.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
     exp_avg_sq_piece = exp_avg_sq_code.to(torch.int32)
@@ -3061,36 +3061,36 @@ def muon_float16_no_matrix_encode(values):
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     exp_avg_sq_pattern = sqrt(in_exp_avg_sq + 0.0).view(torch.int32)
-    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    exp_avg_sq_largest = block_max(exp_avg_sq_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     exp_avg_sq_above = (exp_avg_sq_largest >> 22) + 1
     exp_avg_sq_below = block_min(exp_avg_sq_pattern, b.live) >> 22
     exp_avg_sq_units = (exp_avg_sq_above - exp_avg_sq_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
-    in_exp_avg_sq_sub = 1601175552 - exp_avg_sq_start
+    exp_avg_sq_start_sub = 0x5f700000 - exp_avg_sq_start
     exp_avg_sq_cells = quotient(256.5, exp_avg_sq_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, in_exp_avg_sq_sub).clamp(min=0) * exp_avg_sq_scale
+    exp_avg_sq_position = torch.minimum(exp_avg_sq_pattern - exp_avg_sq_start, exp_avg_sq_start_sub).clamp(min=0) * exp_avg_sq_scale
     exp_avg_sq_code = exp_avg_sq_position >> 24 & 0xff
     exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     return {
@@ -3113,10 +3113,10 @@ def muon_float16_no_matrix_small_decode(p_tensor, weight_low_tensor, momentum_bu
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     exp_avg_sq = b.elements(exp_avg_sq_tensor)
     return {
@@ -3133,16 +3133,16 @@ def muon_float16_no_matrix_small_encode(values):
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -100,7 +100,7 @@ struct normuon_bfloat16_no_matrix {
             const F momentum_buffer_2 = fma(one_minus_adamw_betas_0_times_grad_scale, g_cast, adamw_betas_0 * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }
@@ -179,9 +179,9 @@ struct normuon_float32_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g, beta1 * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -450,9 +450,9 @@ struct normuon_bfloat16_1 {
             const F momentum_buffer = load(momentum_buffer_at + i);
             // 37  momentum_buffer = beta1 * momentum_buffer + (1 - beta1) * g
             const F momentum_buffer_2 = fma(one_minus_beta1_times_grad_scale, g_stored, beta1 * momentum_buffer);
-            const I g_bitcast = bits(momentum_buffer_2);
+            const I momentum_buffer_bitcast = bits(momentum_buffer_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
-            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, g_bitcast + 32767 + (g_bitcast >> 16 & 1), I(2143289344)));
+            store_half<2>(direction_at + i, where(momentum_buffer_2 == momentum_buffer_2, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), I(0x7fc00000)));
         }
     }
 };
@@ -488,7 +488,7 @@ struct normuon_bfloat16_10 {
             const F p_3 = fma(-direction, load(row_mul_2_at + (i & row_mask)), p_2);
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };

@@ -45,7 +45,7 @@ def normuon_float32(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -142,7 +142,7 @@ def normuon_bfloat16(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -214,7 +214,7 @@ def normuon_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
 
 def normuon_float16(
@@ -242,7 +242,7 @@ def normuon_float16(
     # -- encode and store
     momentum_buffer_bitcast = momentum_buffer.view(torch.int32)
     b.store(momentum_buffer_tensor, momentum_buffer)
-    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    direction_tensor = b.flat((torch.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == newton_schulz: newton_schulz of whole matrices
     # -- load and decode
@@ -385,7 +385,7 @@ def normuon_bfloat16_no_matrix(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(momentum_buffer_tensor, momentum_buffer)
     b.store(exp_avg_sq_tensor, exp_avg_sq)
 
@@ -469,7 +469,7 @@ def normuon_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "momentum_buffer": b.flat(in_momentum_buffer),
     }
 
@@ -546,7 +546,7 @@ def normuon_bfloat16_no_matrix_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "momentum_buffer": b.flat(in_momentum_buffer),
         "exp_avg_sq": b.flat(in_exp_avg_sq),
     }

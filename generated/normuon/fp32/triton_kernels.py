@@ -36,8 +36,8 @@ def normuon_float32_1_tile(
     momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g, beta1 * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -614,8 +614,8 @@ def normuon_bfloat16_1_tile(
     momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, widened(g_stored), beta1 * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -682,7 +682,7 @@ def normuon_bfloat16_10_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -803,8 +803,8 @@ def normuon_float16_1_tile(
     momentum_buffer = tl.fma(one_minus_beta1_times_grad_scale, g_stored.to(tl.float32), beta1 * momentum_buffer)
     # -- encode and store
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    g_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
-    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, g_bitcast + 32767 + (g_bitcast >> 16 & 1), 2143289344) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    momentum_buffer_bitcast = momentum_buffer.to(tl.int32, bitcast=True)
+    put(direction_ptr, at, (tl.where(momentum_buffer == momentum_buffer, momentum_buffer_bitcast + 32767 + (momentum_buffer_bitcast >> 16 & 1), 0x7fc00000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1081,7 +1081,7 @@ def normuon_bfloat16_no_matrix_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

@@ -192,7 +192,7 @@ struct novograd_bfloat16_3 {
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }
@@ -325,7 +325,7 @@ struct novograd_bfloat16_grad_averaging_3 {
             const F p_2 = fma(minus_lr, exp_avg_2, p);        // 26  p = p - lr * exp_avg
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }

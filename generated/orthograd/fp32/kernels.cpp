@@ -318,7 +318,7 @@ struct orthograd_bfloat16_5 {
             const F p_2 = fma(minus_lr, g_2, p);                    // 32  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -759,7 +759,7 @@ struct orthograd_bfloat16_has_momentum_5 {
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -990,7 +990,7 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

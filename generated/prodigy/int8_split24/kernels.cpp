@@ -147,13 +147,13 @@ struct prodigy_float32_2 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -161,20 +161,20 @@ struct prodigy_float32_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -186,24 +186,24 @@ struct prodigy_float32_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
+            const F scale_mul = beta3 * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
@@ -212,12 +212,13 @@ struct prodigy_float32_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -241,27 +242,27 @@ struct prodigy_float32_2 {
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -279,33 +280,33 @@ struct prodigy_float32_2 {
             const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -319,22 +320,23 @@ struct prodigy_float32_2 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -474,13 +476,13 @@ struct prodigy_float32_5 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
@@ -495,7 +497,8 @@ struct prodigy_float32_5 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_2(exp_avg_scale_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const U8 exp_avg_code = raw(exp_avg_at + i);
                 const F exp_avg_code_2 = counter(exp_avg_code) - 8388736.0f;
                 const F exp_avg_bend = abs(exp_avg_code_2);
@@ -882,18 +885,18 @@ struct prodigy_bfloat16_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -903,18 +906,19 @@ struct prodigy_bfloat16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -924,19 +928,19 @@ struct prodigy_bfloat16_2 {
                 const F p0 = load(p0_at + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -946,11 +950,11 @@ struct prodigy_bfloat16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -961,11 +965,12 @@ struct prodigy_bfloat16_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -1127,14 +1132,14 @@ struct prodigy_bfloat16_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -1142,20 +1147,20 @@ struct prodigy_bfloat16_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1167,13 +1172,13 @@ struct prodigy_bfloat16_5 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1190,7 +1195,8 @@ struct prodigy_bfloat16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1206,32 +1212,32 @@ struct prodigy_bfloat16_5 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
-                const F d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 42  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_sqrt_kept + i, d_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1246,28 +1252,28 @@ struct prodigy_bfloat16_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_sqrt = load(d_sqrt_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -1280,18 +1286,19 @@ struct prodigy_bfloat16_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_sqrt = load(d_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -1411,7 +1418,7 @@ struct prodigy_bfloat16_small_2 {
             const F p0 = load(p0_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
@@ -1567,12 +1574,12 @@ struct prodigy_bfloat16_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1587,7 +1594,7 @@ struct prodigy_bfloat16_small_5 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
@@ -1600,7 +1607,7 @@ struct prodigy_bfloat16_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -1680,18 +1687,18 @@ struct prodigy_float16_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1701,18 +1708,19 @@ struct prodigy_float16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1724,25 +1732,25 @@ struct prodigy_float16_2 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -1752,11 +1760,11 @@ struct prodigy_float16_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -1767,11 +1775,12 @@ struct prodigy_float16_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -1840,14 +1849,14 @@ struct prodigy_float16_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -1855,20 +1864,20 @@ struct prodigy_float16_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1880,13 +1889,13 @@ struct prodigy_float16_5 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -1903,7 +1912,8 @@ struct prodigy_float16_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -1921,49 +1931,49 @@ struct prodigy_float16_5 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
-                const F d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = p * one_minus_rate_times_weight_decay;       // 42  p = policies.decoupled(p, rate, weight_decay)
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
-                const I rate_bitcast = bits(p_3);
-                const I p_sign = rate_bitcast >> 16 & 32768;
-                const I p_magnitude = rate_bitcast & 2147483647;
-                const F rate_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * rate_bitcast_2;
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I word_and_2 = noise_2 & 255;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_sqrt_kept + i, d_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -1978,28 +1988,28 @@ struct prodigy_float16_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_sqrt = load(d_sqrt_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -2012,18 +2022,19 @@ struct prodigy_float16_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_sqrt = load(d_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -2073,13 +2084,13 @@ struct prodigy_float16_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
@@ -2142,12 +2153,12 @@ struct prodigy_float16_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2164,13 +2175,13 @@ struct prodigy_float16_small_5 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
@@ -2179,21 +2190,21 @@ struct prodigy_float16_small_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I rate_bitcast = bits(p_3);
-            const I p_sign = rate_bitcast >> 16 & 32768;
-            const I p_magnitude = rate_bitcast & 2147483647;
-            const F rate_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * rate_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -2320,13 +2331,13 @@ struct prodigy_float32_safeguard_warmup_2 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -2334,20 +2345,20 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2359,24 +2370,24 @@ struct prodigy_float32_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
+            const F scale_mul = beta3 * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
@@ -2385,12 +2396,13 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2414,27 +2426,27 @@ struct prodigy_float32_safeguard_warmup_2 {
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F s = fma(grad_scale * d_over_d0_times_d, g, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -2452,33 +2464,33 @@ struct prodigy_float32_safeguard_warmup_2 {
             const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -2492,22 +2504,23 @@ struct prodigy_float32_safeguard_warmup_2 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -2703,18 +2716,18 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2724,18 +2737,19 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2745,19 +2759,19 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 const F p0 = load(p0_at + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -2767,11 +2781,11 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -2782,11 +2796,12 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -2880,7 +2895,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
             const F p0 = load(p0_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);      // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
@@ -2938,18 +2953,18 @@ struct prodigy_float16_safeguard_warmup_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2959,18 +2974,19 @@ struct prodigy_float16_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2982,25 +2998,25 @@ struct prodigy_float16_safeguard_warmup_2 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -3010,11 +3026,11 @@ struct prodigy_float16_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -3025,11 +3041,12 @@ struct prodigy_float16_safeguard_warmup_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -3078,13 +3095,13 @@ struct prodigy_float16_safeguard_warmup_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
@@ -3217,13 +3234,13 @@ struct prodigy_float32_use_bias_correction_2 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -3231,20 +3248,20 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3256,24 +3273,24 @@ struct prodigy_float32_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
+            const F scale_mul = beta3 * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
@@ -3282,12 +3299,13 @@ struct prodigy_float32_use_bias_correction_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3311,27 +3329,27 @@ struct prodigy_float32_use_bias_correction_2 {
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -3349,33 +3367,33 @@ struct prodigy_float32_use_bias_correction_2 {
             const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -3389,22 +3407,23 @@ struct prodigy_float32_use_bias_correction_2 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -3789,18 +3808,18 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3810,18 +3829,19 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -3831,19 +3851,19 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 const F p0 = load(p0_at + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -3853,11 +3873,11 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -3868,11 +3888,12 @@ struct prodigy_bfloat16_use_bias_correction_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -4002,14 +4023,14 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -4017,20 +4038,20 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4042,13 +4063,13 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -4065,7 +4086,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4081,32 +4103,32 @@ struct prodigy_bfloat16_use_bias_correction_5 {
                 const F exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
-                const F d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 // 42  p = policies.decoupled(p, rate, weight_decay)
                 const F p_2 = p * one_minus_rate_times_weight_decay;
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I p_word = min(I(2143289344), bits(p_3)) + (noise_2 & 255 | 32768);
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_sqrt_kept + i, d_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -4121,28 +4143,28 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_sqrt = load(d_sqrt_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -4155,18 +4177,19 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_sqrt = load(d_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -4264,7 +4287,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
             const F p0 = load(p0_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
@@ -4388,12 +4411,12 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4408,7 +4431,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
             const F exp_avg_sq = load(exp_avg_sq_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
@@ -4421,7 +4444,7 @@ struct prodigy_bfloat16_use_bias_correction_small_5 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_3)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_3) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(exp_avg_at + i, exp_avg_2);
@@ -4476,18 +4499,18 @@ struct prodigy_float16_use_bias_correction_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_rate_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4497,18 +4520,19 @@ struct prodigy_float16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -4520,25 +4544,25 @@ struct prodigy_float16_use_bias_correction_2 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_rate_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_rate_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_rate_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -4548,11 +4572,11 @@ struct prodigy_float16_use_bias_correction_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_rate_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_rate_mul_kept + b, d_over_d0_times_rate_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -4563,11 +4587,12 @@ struct prodigy_float16_use_bias_correction_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_rate_mul(d_over_d0_times_rate_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_rate_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -4636,14 +4661,14 @@ struct prodigy_float16_use_bias_correction_5 {
         alignas(64) int32_t word_4_kept[TILE / 8];
         alignas(64) float exp_avg_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float d_sqrt_kept[TILE];
+        alignas(64) float exp_avg_sq_sqrt_kept[TILE];
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
@@ -4651,20 +4676,20 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4676,13 +4701,13 @@ struct prodigy_float16_use_bias_correction_5 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
@@ -4699,7 +4724,8 @@ struct prodigy_float16_use_bias_correction_5 {
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -4717,49 +4743,49 @@ struct prodigy_float16_use_bias_correction_5 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
                 const F exp_avg = fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul * (exp_avg_code_2 / (254.0f - exp_avg_bend)));
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq);
-                const F d_sqrt = sqrt(exp_avg_sq_2);
+                const F exp_avg_sq_sqrt = sqrt(exp_avg_sq_2);
                 const F p_2 = p * one_minus_rate_times_weight_decay;       // 42  p = policies.decoupled(p, rate, weight_decay)
                 // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-                const F p_3 = fma(-(rate * exp_avg), 1.0f / (d_sqrt + d_2_times_eps), p_2);
-                const I rate_bitcast = bits(p_3);
-                const I p_sign = rate_bitcast >> 16 & 32768;
-                const I p_magnitude = rate_bitcast & 2147483647;
-                const F rate_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * rate_bitcast_2;
+                const F p_3 = fma(-(rate * exp_avg), 1.0f / (exp_avg_sq_sqrt + d_2_times_eps), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I word_and_2 = noise_2 & 255;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F exp_avg_abs = abs(exp_avg);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const I exp_avg_sq_pattern = bits(d_sqrt);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                const I exp_avg_sq_pattern = bits(exp_avg_sq_sqrt);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
-                store(d_sqrt_kept + i, d_sqrt);
+                store(exp_avg_sq_sqrt_kept + i, exp_avg_sq_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -4774,28 +4800,28 @@ struct prodigy_float16_use_bias_correction_5 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F exp_avg = load(exp_avg_kept + b);
-            const F d_sqrt = load(d_sqrt_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
@@ -4808,18 +4834,19 @@ struct prodigy_float16_use_bias_correction_5 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
-                const F d_sqrt = load(d_sqrt_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(bits(d_sqrt) - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(bits(exp_avg_sq_sqrt) - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
             }
@@ -4869,13 +4896,13 @@ struct prodigy_float16_use_bias_correction_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_rate, g_cast, beta3 * s);
@@ -4938,12 +4965,12 @@ struct prodigy_float16_use_bias_correction_small_5 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -4960,13 +4987,13 @@ struct prodigy_float16_use_bias_correction_small_5 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 34  exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
             const F exp_avg_2 = fma(grad_scale * one_minus_beta1_times_d, g_cast, beta1 * exp_avg);
@@ -4975,21 +5002,21 @@ struct prodigy_float16_use_bias_correction_small_5 {
             const F p_2 = p * one_minus_rate_times_weight_decay;  // 42  p = policies.decoupled(p, rate, weight_decay)
             // 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
             const F p_3 = fma(-(rate * exp_avg_2), 1.0f / (sqrt(exp_avg_sq_2) + d_2_times_eps), p_2);
-            const I rate_bitcast = bits(p_3);
-            const I p_sign = rate_bitcast >> 16 & 32768;
-            const I p_magnitude = rate_bitcast & 2147483647;
-            const F rate_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * rate_bitcast_2;
+            const I p_bitcast = bits(p_3);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(rate_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_3 == p_3, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -5119,13 +5146,13 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         alignas(64) int32_t exp_avg_sq_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_step_kept[TILE / BLOCK];
         alignas(64) float exp_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float one_minus_beta1_times_d_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t d_add_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float exp_avg_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_base_kept[TILE / BLOCK];
-        alignas(64) int32_t d_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t exp_avg_sq_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t exp_avg_sq_scale_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I exp_avg_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
@@ -5133,20 +5160,20 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5158,24 +5185,24 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 exp_avg_scale = raw(exp_avg_scale_at + b);
             const I exp_avg_scale_bits = to_int(exp_avg_scale) << 15;
-            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 2147483647;
-            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 2139095040, I(2139095039), exp_avg_scale_bits_2));
+            const I exp_avg_scale_bits_2 = exp_avg_scale_bits & 0x7fffffff;
+            const F exp_avg_scale_2 = as_float(where(exp_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), exp_avg_scale_bits_2));
             const I16 exp_avg_sq_range = raw(exp_avg_sq_range_at + b);
             const I exp_avg_sq_header = to_int(exp_avg_sq_range);
             const I exp_avg_sq_cells = max(I(4), exp_avg_sq_header & 255);
-            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) + -1262485504;
-            const I exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1);
+            const I exp_avg_sq_step = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1);
             const I exp_avg_sq_middle_2 = where(exp_avg_sq_header == 0, I(0), exp_avg_sq_middle);
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
             const F exp_avg_scale_mul = beta1 * exp_avg_scale_2;
-            const F s_scale_mul = beta3 * scale;
+            const F scale_mul = beta3 * scale;
             store(exp_avg_sq_middle_2_kept + b, exp_avg_sq_middle_2);
             store(exp_avg_sq_step_kept + b, exp_avg_sq_step);
             store(exp_avg_scale_mul_kept + b, exp_avg_scale_mul);
-            store(s_scale_mul_kept + b, s_scale_mul);
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
@@ -5184,12 +5211,13 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -5213,27 +5241,27 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 // 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
                 const F exp_avg_sq_2 = fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq);
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F one_minus_beta1_times_d_abs = abs(exp_avg);
+                const F s = fma(grad_scale * d_over_d0_times_d, g, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F exp_avg_abs = abs(exp_avg);
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
                 const I exp_avg_sq_pattern = bits(sqrt(exp_avg_sq_2));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s_abs = abs(s);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
-                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(one_minus_beta1_times_d_abs), i, end);
+                exp_avg_top = larger<RAGGED>(exp_avg_top, bits(exp_avg_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, exp_avg_sq_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, exp_avg_sq_pattern, i, end);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(exp_avg_kept + i, exp_avg);
                 store(noise_kept + i, noise);
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g * (p0 - p)));
             }
             exp_avg_top_kept[b] = exp_avg_top;
@@ -5251,33 +5279,33 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const F exp_avg = load(exp_avg_kept + b);
             const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const F s = load(s_kept + b);
-            const I exp_avg_up = max(I(75497472), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 2139095040, exp_avg_up, I(2143289344));
-            const I exp_avg_divisor = min(I(2139095039), exp_avg_up_2 & 2147450880);
-            const F one_minus_beta1_times_d_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block + -524288 >> 22;
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
             const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
             const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
             const I exp_avg_sq_start = exp_avg_sq_first << 22;
             const I exp_avg_sq_half = exp_avg_sq_units * 10240;
             const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I d_sub = 1601175552 - exp_avg_sq_base;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
             const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
             const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells_2;
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(one_minus_beta1_times_d_mul_kept + b, one_minus_beta1_times_d_mul);
-            store(d_add_kept + b, d_add);
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
             store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(d_sub_kept + b, d_sub);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
             store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
             store(s_scale_at + b, s_up_2 >> 15);
@@ -5291,22 +5319,23 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F one_minus_beta1_times_d_mul(one_minus_beta1_times_d_mul_kept[b]);
-            const I d_add(d_add_kept[b]);
+            const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
+            const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
-            const I d_sub(d_sub_kept[b]);
+            const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
             const I exp_avg_sq_scale(exp_avg_sq_scale_kept[b]);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
                 const I noise = load(noise_kept + i);
                 const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + i);
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), one_minus_beta1_times_d_mul), 3200.0f));
-                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add;
-                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, d_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I exp_avg_pattern = bits(fma(exp_avg, 1.0f / fma(0.003937007859349251f, abs(exp_avg), exp_avg_divisor_mul), 3200.0f));
+                const I exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add;
+                const I exp_avg_sq_position = max(I(0), min(exp_avg_sq_pattern - exp_avg_sq_base, exp_avg_sq_base_sub)) * exp_avg_sq_scale + exp_avg_sq_offset;
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(exp_avg_at + i, exp_avg_pattern + lshr(noise, 20) >> 12);
                 store_byte<3>(exp_avg_sq_at + i, exp_avg_sq_position);
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
@@ -5508,18 +5537,18 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5529,18 +5558,19 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5550,19 +5580,19 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 const F p0 = load(p0_at + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -5572,11 +5602,11 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -5587,11 +5617,12 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -5688,7 +5719,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
             const F p0 = load(p0_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);      // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);
@@ -5746,18 +5777,18 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float s_kept[TILE];
         alignas(64) int32_t noise_2_kept[TILE];
-        alignas(64) float s_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float d_over_d0_times_d_mul_kept[TILE / BLOCK];
+        alignas(64) float scale_mul_kept[TILE / BLOCK];
+        alignas(64) float s_divisor_mul_kept[TILE / BLOCK];
         I s_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -5767,18 +5798,19 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I16 s_scale = raw(s_scale_at + b);
             const I scale_bits = to_int(s_scale) << 15;
-            const I scale_bits_2 = scale_bits & 2147483647;
-            const F scale = as_float(where(scale_bits_2 == 2139095040, I(2139095039), scale_bits_2));
-            const F s_scale_mul = beta3 * scale;
-            store(s_scale_mul_kept + b, s_scale_mul);
+            const I scale_bits_2 = scale_bits & 0x7fffffff;
+            const F scale = as_float(where(scale_bits_2 == 0x7f800000, I(0x7f7fffff), scale_bits_2));
+            const F scale_mul = beta3 * scale;
+            store(scale_mul_kept + b, scale_mul);
         }
 
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const F s_scale_mul(s_scale_mul_kept[b]);
+            const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -5790,25 +5822,25 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul * (s_code_2 / (254.0f - s_bend)));
-                const F d_over_d0_times_d_abs = abs(s);
+                const F s = fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul * (s_code_2 / (254.0f - s_bend)));
+                const F s_abs = abs(s);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                s_top = larger<RAGGED>(s_top, bits(d_over_d0_times_d_abs), i, end);
+                s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
                 store(p0_at + i, p0);
-                store(tensor_sum_for_d_denom_at + i, d_over_d0_times_d_abs);
+                store(tensor_sum_for_d_denom_at + i, s_abs);
                 store(tensor_sum_for_d_numerator_at + i, grad_scale * (g_cast * (p0 - p)));
             }
             s_top_kept[b] = s_top;
@@ -5818,11 +5850,11 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
             const F s = load(s_kept + b);
-            const I s_up = max(I(75497472), s_top) + 32767;
-            const I s_up_2 = where(s_top < 2139095040, s_up, I(2143289344));
-            const I s_divisor = min(I(2139095039), s_up_2 & 2147450880);
-            const F d_over_d0_times_d_mul = as_float(s_divisor) * 0.003937007859349251f;
-            store(d_over_d0_times_d_mul_kept + b, d_over_d0_times_d_mul);
+            const I s_up = max(I(0x4800000), s_top) + 32767;
+            const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
+            const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
+            const F s_divisor_mul = as_float(s_divisor) * 0.003937007859349251f;
+            store(s_divisor_mul_kept + b, s_divisor_mul);
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
@@ -5833,11 +5865,12 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
-            const F d_over_d0_times_d_mul(d_over_d0_times_d_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F s_divisor_mul(s_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F s = load(s_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), d_over_d0_times_d_mul), 3200.0f));
+                const I s_pattern = bits(fma(s, 1.0f / fma(0.003937007859349251f, abs(s), s_divisor_mul), 3200.0f));
                 store(s_at + i, s_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -5886,13 +5919,13 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
             const F s_2 = fma(grad_scale * d_over_d0_times_d, g_cast, beta3 * s);

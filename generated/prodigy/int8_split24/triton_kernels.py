@@ -100,8 +100,8 @@ def prodigy_float32_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -109,8 +109,8 @@ def prodigy_float32_2_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -120,8 +120,8 @@ def prodigy_float32_2_tile(
     d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -133,65 +133,65 @@ def prodigy_float32_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    d_over_d0_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_rate_abs, d_over_d0_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -223,12 +223,12 @@ def prodigy_float32_2(
     stream_key = tl.load(row + 30).to(tl.int32)
     pace = (tl.load(row + 33) + 63) // 64 * 64
     begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -245,12 +245,12 @@ def prodigy_float32_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
                 number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -272,7 +272,7 @@ def prodigy_float32_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -281,26 +281,26 @@ def prodigy_float32_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -309,9 +309,9 @@ def prodigy_float32_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -430,8 +430,8 @@ def prodigy_float32_5_tile(
     # -- load and decode
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     rate = tl.load(rate_ptr)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
@@ -439,8 +439,8 @@ def prodigy_float32_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -913,8 +913,8 @@ def prodigy_bfloat16_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -922,32 +922,32 @@ def prodigy_bfloat16_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    d_over_d0_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_rate_abs, d_over_d0_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -973,12 +973,12 @@ def prodigy_bfloat16_2(
     stream_key = tl.load(row + 32).to(tl.int32)
     pace = (tl.load(row + 35) + 63) // 64 * 64
     begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -995,11 +995,11 @@ def prodigy_bfloat16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1018,38 +1018,38 @@ def prodigy_bfloat16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1111,8 +1111,8 @@ def prodigy_bfloat16_5_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1120,8 +1120,8 @@ def prodigy_bfloat16_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -1132,7 +1132,7 @@ def prodigy_bfloat16_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
@@ -1141,59 +1141,58 @@ def prodigy_bfloat16_5_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (exp_avg_sq_sqrt + d_2_times_eps), p)
     # -- encode and store
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -1352,7 +1351,7 @@ def prodigy_bfloat16_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
@@ -1490,7 +1489,7 @@ def prodigy_bfloat16_small_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
@@ -1504,15 +1503,15 @@ def prodigy_bfloat16_small_5_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1624,8 +1623,8 @@ def prodigy_float16_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -1634,38 +1633,38 @@ def prodigy_float16_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g_cast, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    d_over_d0_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_rate_abs, d_over_d0_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1691,12 +1690,12 @@ def prodigy_float16_2(
     stream_key = tl.load(row + 32).to(tl.int32)
     pace = (tl.load(row + 35) + 63) // 64 * 64
     begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -1713,11 +1712,11 @@ def prodigy_float16_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_rate_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -1736,38 +1735,38 @@ def prodigy_float16_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float16_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1785,8 +1784,8 @@ def prodigy_float16_5_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -1794,8 +1793,8 @@ def prodigy_float16_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -1807,13 +1806,13 @@ def prodigy_float16_5_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
@@ -1822,70 +1821,69 @@ def prodigy_float16_5_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (exp_avg_sq_sqrt + d_2_times_eps), p)
     # -- encode and store
-    rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = rate_bitcast >> 16 & 32768
-    p_magnitude = rate_bitcast & 2147483647
-    rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * rate_bitcast
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_and = noise_2 & 255
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2_and = noise_2 & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_2_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_2_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -2005,13 +2003,13 @@ def prodigy_float16_small_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
@@ -2106,13 +2104,13 @@ def prodigy_float16_small_5_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
@@ -2126,26 +2124,26 @@ def prodigy_float16_small_5_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = rate_bitcast >> 16 & 32768
-    p_magnitude = rate_bitcast & 2147483647
-    rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * rate_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -2300,8 +2298,8 @@ def prodigy_float32_safeguard_warmup_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -2309,8 +2307,8 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -2320,8 +2318,8 @@ def prodigy_float32_safeguard_warmup_2_tile(
     d_over_d0_times_d = tl.load(d_over_d0_times_d_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -2333,65 +2331,65 @@ def prodigy_float32_safeguard_warmup_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0 * d * g, d * g, beta2 * exp_avg_sq)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    d_over_d0_times_d_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_d_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_d_abs, d_over_d0_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2423,12 +2421,12 @@ def prodigy_float32_safeguard_warmup_2(
     stream_key = tl.load(row + 30).to(tl.int32)
     pace = (tl.load(row + 33) + 63) // 64 * 64
     begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -2445,12 +2443,12 @@ def prodigy_float32_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
                 number, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2472,7 +2470,7 @@ def prodigy_float32_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -2481,26 +2479,26 @@ def prodigy_float32_safeguard_warmup_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
                     step_key, stream_key, False,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                 stream_key, False,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -2509,9 +2507,9 @@ def prodigy_float32_safeguard_warmup_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2690,8 +2688,8 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -2699,32 +2697,32 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    d_over_d0_times_d_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_d_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_d_abs, d_over_d0_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2750,12 +2748,12 @@ def prodigy_bfloat16_safeguard_warmup_2(
     stream_key = tl.load(row + 32).to(tl.int32)
     pace = (tl.load(row + 35) + 63) // 64 * 64
     begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -2772,11 +2770,11 @@ def prodigy_bfloat16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -2795,38 +2793,38 @@ def prodigy_bfloat16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2870,7 +2868,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
@@ -2957,8 +2955,8 @@ def prodigy_float16_safeguard_warmup_2_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -2967,38 +2965,38 @@ def prodigy_float16_safeguard_warmup_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g_cast, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    d_over_d0_times_d_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_d_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_d_abs, d_over_d0_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32 ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256 ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g_cast * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3024,12 +3022,12 @@ def prodigy_float16_safeguard_warmup_2(
     stream_key = tl.load(row + 32).to(tl.int32)
     pace = (tl.load(row + 35) + 63) // 64 * 64
     begin = tl.load(row + 33) * pace + tl.load(row + 34) // 64 * 64
-    d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -3046,11 +3044,11 @@ def prodigy_float16_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, weight_low_ptr, s_ptr, s_scale_ptr, p0_ptr, d_over_d0_times_d_ptr, where, block, live,
                 live_block, number, grad_scale, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3069,38 +3067,38 @@ def prodigy_float16_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
                     few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -3119,13 +3117,13 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
@@ -3270,8 +3268,8 @@ def prodigy_float32_use_bias_correction_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -3279,8 +3277,8 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -3290,8 +3288,8 @@ def prodigy_float32_use_bias_correction_2_tile(
     d_over_d0_times_rate = tl.load(d_over_d0_times_rate_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -3303,65 +3301,65 @@ def prodigy_float32_use_bias_correction_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_rate, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    d_over_d0_times_rate_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_rate_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_rate_abs, d_over_d0_times_rate_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_rate_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3393,12 +3391,12 @@ def prodigy_float32_use_bias_correction_2(
     stream_key = tl.load(row + 30).to(tl.int32)
     pace = (tl.load(row + 33) + 63) // 64 * 64
     begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    d_over_d0_times_rate_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_rate_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -3415,12 +3413,12 @@ def prodigy_float32_use_bias_correction_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
                 number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -3442,7 +3440,7 @@ def prodigy_float32_use_bias_correction_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -3451,26 +3449,26 @@ def prodigy_float32_use_bias_correction_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
-                d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
-            d_over_d0_times_rate_abs_terms = d_over_d0_times_rate_abs_terms + d_over_d0_times_rate_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_rate_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -3479,9 +3477,9 @@ def prodigy_float32_use_bias_correction_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_rate_abs_terms_apart = d_over_d0_times_rate_abs_terms_apart + d_over_d0_times_rate_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_rate_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -3829,8 +3827,8 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -3838,8 +3836,8 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -3850,7 +3848,7 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
@@ -3859,59 +3857,58 @@ def prodigy_bfloat16_use_bias_correction_5_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (exp_avg_sq_sqrt + d_2_times_eps), p)
     # -- encode and store
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -4086,7 +4083,7 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = widened(g_stored)
@@ -4100,15 +4097,15 @@ def prodigy_bfloat16_use_bias_correction_small_5_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -4209,8 +4206,8 @@ def prodigy_float16_use_bias_correction_5_tile(
     g_stored = get(g_ptr, at, live, MASKED)
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -4218,8 +4215,8 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -4231,13 +4228,13 @@ def prodigy_float16_use_bias_correction_5_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
@@ -4246,70 +4243,69 @@ def prodigy_float16_use_bias_correction_5_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g_cast, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0_2 * d * g_cast, d * g_cast, beta2 * exp_avg_sq)
-    d_sqrt = tl.sqrt(exp_avg_sq)
-    # 42  p = policies.decoupled(p, rate, weight_decay)
-    p = p * one_minus_rate_times_weight_decay
+    exp_avg_sq_sqrt = tl.sqrt(exp_avg_sq)
+    p = p * one_minus_rate_times_weight_decay  # 42  p = policies.decoupled(p, rate, weight_decay)
     # 43  p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
-    p = tl.fma(minus(rate * exp_avg), 1.0 / (d_sqrt + d_2_times_eps), p)
+    p = tl.fma(minus(rate * exp_avg), 1.0 / (exp_avg_sq_sqrt + d_2_times_eps), p)
     # -- encode and store
-    rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = rate_bitcast >> 16 & 32768
-    p_magnitude = rate_bitcast & 2147483647
-    rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * rate_bitcast
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_and = noise_2 & 255
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2_and = noise_2 & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_2_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_2_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
-    exp_avg_sq_pattern = d_sqrt.to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_pattern = exp_avg_sq_sqrt.to(tl.int32, bitcast=True)
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
 
 
@@ -4433,13 +4429,13 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     one_minus_rate_times_weight_decay = tl.load(one_minus_rate_times_weight_decay_ptr)
     # -- update  (specs/prodigy.py)
     g_cast = g_stored.to(tl.float32)
@@ -4453,26 +4449,26 @@ def prodigy_float16_use_bias_correction_small_5_tile(
     # -- encode and store
     put(exp_avg_ptr, at, exp_avg, live, MASKED)
     put(exp_avg_sq_ptr, at, exp_avg_sq, live, MASKED)
-    rate_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = rate_bitcast >> 16 & 32768
-    p_magnitude = rate_bitcast & 2147483647
-    rate_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * rate_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(rate_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -4628,8 +4624,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     g = widened(get(g_ptr, at, live, MASKED))
     exp_avg_scale = get(exp_avg_scale_ptr, at_block, live_block, MASKED)
     exp_avg_scale_bits = exp_avg_scale.to(tl.int32) << 15
-    exp_avg_scale_bits = exp_avg_scale_bits & 2147483647
-    exp_avg_scale = tl.where(exp_avg_scale_bits == 2139095040, 2139095039, exp_avg_scale_bits).to(tl.float32, bitcast=True)
+    exp_avg_scale_bits = exp_avg_scale_bits & 0x7fffffff
+    exp_avg_scale = tl.where(exp_avg_scale_bits == 0x7f800000, 0x7f7fffff, exp_avg_scale_bits).to(tl.float32, bitcast=True)
     exp_avg_code = get(exp_avg_ptr, at, live, MASKED)
     exp_avg_code = counter(exp_avg_code) - 8388736.0
     exp_avg_bend = tl.abs(exp_avg_code)
@@ -4637,8 +4633,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg_sq_range = get(exp_avg_sq_range_ptr, at_block, live_block, MASKED)
     exp_avg_sq_header = exp_avg_sq_range.to(tl.int32)
     exp_avg_sq_cells = tl.maximum(exp_avg_sq_header & 255, 4)
-    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    exp_avg_sq_middle = ((exp_avg_sq_header & 65280) << 14) + 536870912 + (exp_avg_sq_step >> 1)
+    exp_avg_sq_step = tl.fma(4194304.0, inverse(exp_avg_sq_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    exp_avg_sq_middle = ((exp_avg_sq_header & 0xff00) << 14) + 0x20000000 + (exp_avg_sq_step >> 1)
     exp_avg_sq_middle = tl.where(exp_avg_sq_header == 0, 0, exp_avg_sq_middle)
     exp_avg_sq_code = get(exp_avg_sq_ptr, at, live, MASKED)
     exp_avg_sq_piece = apart(exp_avg_sq_code)
@@ -4648,8 +4644,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     d_over_d0_times_d = tl.load(d_over_d0_times_d_ptr)
     s_scale = get(s_scale_ptr, at_block, live_block, MASKED)
     scale_bits = s_scale.to(tl.int32) << 15
-    scale_bits = scale_bits & 2147483647
-    scale = tl.where(scale_bits == 2139095040, 2139095039, scale_bits).to(tl.float32, bitcast=True)
+    scale_bits = scale_bits & 0x7fffffff
+    scale = tl.where(scale_bits == 0x7f800000, 0x7f7fffff, scale_bits).to(tl.float32, bitcast=True)
     s_code = get(s_ptr, at, live, MASKED)
     s_code = counter(s_code) - 8388736.0
     s_bend = tl.abs(s_code)
@@ -4661,65 +4657,65 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     exp_avg = tl.fma(grad_scale * one_minus_beta1_times_d, g, exp_avg_scale_mul[:, None] * (exp_avg_code * reciprocal(254.0 - exp_avg_bend)))
     # 35  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
     exp_avg_sq = tl.fma(scalar_0_2 * d * g, d * g, beta2 * exp_avg_sq)
-    s_scale_mul = beta3 * scale
+    scale_mul = beta3 * scale
     # 36  s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    s = tl.fma(grad_scale * d_over_d0_times_d, g, s_scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
+    s = tl.fma(grad_scale * d_over_d0_times_d, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
     put(p0_ptr, at, p0, live, MASKED)
-    one_minus_beta1_times_d_abs = tl.abs(exp_avg)
+    exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
-    exp_avg_up = tl.maximum(exp_avg_top, 75497472) + 32767
-    exp_avg_up = tl.where(exp_avg_top < 2139095040, exp_avg_up, 2143289344)
+    exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
+    exp_avg_up = tl.where(exp_avg_top < 0x7f800000, exp_avg_up, 0x7fc00000)
     put(exp_avg_scale_ptr, at_block, (exp_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    exp_avg_divisor = tl.minimum(exp_avg_up & 2147450880, 2139095039)
-    one_minus_beta1_times_d_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, one_minus_beta1_times_d_abs, one_minus_beta1_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    exp_avg_divisor = tl.minimum(exp_avg_up & 0x7fff8000, 0x7f7fffff)
+    exp_avg_divisor_mul = exp_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    exp_avg_pattern = tl.fma(exp_avg, reciprocal(tl.fma(0.003937007874015748, exp_avg_abs, exp_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(exp_avg_ptr, at, rounded(exp_avg_pattern, noise, 20), live, MASKED)
     exp_avg_sq_pattern = tl.sqrt(exp_avg_sq).to(tl.int32, bitcast=True)
-    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 536870912), 1601175552)
-    exp_avg_sq_above = (exp_avg_sq_largest + 524288 >> 22) + 1
-    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) + -524288 >> 22
+    exp_avg_sq_largest = tl.minimum(tl.maximum(block_max(exp_avg_sq_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1
+    exp_avg_sq_below = block_min(exp_avg_sq_pattern, live, MASKED) - 0x80000 >> 22
     exp_avg_sq_units = tl.minimum(tl.maximum(exp_avg_sq_above - tl.maximum(exp_avg_sq_below, 128), 1), 64)
     exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units
     exp_avg_sq_start = exp_avg_sq_first << 22
     exp_avg_sq_half = exp_avg_sq_units * 10240
     exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half
-    d_sub = 1601175552 - exp_avg_sq_base
+    exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base
     exp_avg_sq_cells = tl.minimum((256.5 * inverse(exp_avg_sq_units.to(tl.float32))).to(tl.int32), 255)
     exp_avg_sq_scale = exp_avg_sq_cells << 2
-    d_add = exp_avg_sq_half * exp_avg_sq_scale + -8388608
-    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + d_add[:, None]
-    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], d_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
+    exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000
+    exp_avg_sq_offset = ((noise & 4095) << 12 | 2048) + exp_avg_sq_half_add[:, None]
+    exp_avg_sq_position = tl.maximum(tl.minimum(exp_avg_sq_pattern - exp_avg_sq_base[:, None], exp_avg_sq_base_sub[:, None]), 0) * exp_avg_sq_scale[:, None] + exp_avg_sq_offset
     put(exp_avg_sq_ptr, at, byte(exp_avg_sq_position, 3), live, MASKED)
-    exp_avg_sq_header = exp_avg_sq_first + -128 << 8 | exp_avg_sq_cells
+    exp_avg_sq_header = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells
     put(exp_avg_sq_range_ptr, at_block, exp_avg_sq_header.to(tl.int16), live_block, MASKED)
-    d_over_d0_times_d_abs = tl.abs(s)
+    s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
-    s_up = tl.maximum(s_top, 75497472) + 32767
-    s_up = tl.where(s_top < 2139095040, s_up, 2143289344)
+    s_up = tl.maximum(s_top, 0x4800000) + 32767
+    s_up = tl.where(s_top < 0x7f800000, s_up, 0x7fc00000)
     put(s_scale_ptr, at_block, (s_up >> 15).to(tl.int16), live_block, MASKED)
-    s_divisor = tl.minimum(s_up & 2147450880, 2139095039)
-    d_over_d0_times_d_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, d_over_d0_times_d_abs, d_over_d0_times_d_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    s_divisor = tl.minimum(s_up & 0x7fff8000, 0x7f7fffff)
+    s_divisor_mul = s_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    s_pattern = tl.fma(s, reciprocal(tl.fma(0.003937007874015748, s_abs, s_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(s_ptr, at, rounded(s_pattern, noise_2, 20), live, MASKED)
-    return term(d_over_d0_times_d_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
+    return term(s_abs, at, live, MASKED), term(grad_scale * (g * (p0 - p)), at, live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4751,12 +4747,12 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     stream_key = tl.load(row + 30).to(tl.int32)
     pace = (tl.load(row + 33) + 63) // 64 * 64
     begin = tl.load(row + 31) * pace + tl.load(row + 32) // 64 * 64
-    d_over_d0_times_d_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
+    s_abs_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
     FEW: tl.constexpr = (BLOCKS + 1) // 2
     LESS: tl.constexpr = FEW * 64
-    d_over_d0_times_d_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
+    s_abs_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     few_blocks = tl.arange(0, FEW)
     if RAGGED:
@@ -4773,12 +4769,12 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             live = (lane < columns) & live_block[:, None]
             number = (begin + block // per_row * pace + block % per_row * 64).to(tl.int32)
             number = number[:, None] + tl.arange(0, 64)[None, :]
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr, g_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_range_ptr, s_ptr, s_scale_ptr,
                 p0_ptr, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, where, block, live, live_block,
                 number, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
             )
-            d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+            s_abs_terms_apart = s_abs_terms_apart + s_abs_term
             tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
     else:
         at_block = tl.arange(0, BLOCKS)
@@ -4800,7 +4796,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             pair = opaque(pair)
             start = pair * (2 * TILE)
             for odd in tl.static_range(2):
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
@@ -4809,26 +4805,26 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
                     step_key, stream_key, False,
                 )
-                d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+                s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
-            d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+            s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
                 before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                 stream_key, False,
             )
-            d_over_d0_times_d_abs_terms = d_over_d0_times_d_abs_terms + d_over_d0_times_d_abs_term
+            s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 live_block = few_blocks * 64 < count - start
-                d_over_d0_times_d_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
+                s_abs_term, tensor_sum_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
@@ -4837,9 +4833,9 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, True,
                 )
-                d_over_d0_times_d_abs_terms_apart = d_over_d0_times_d_abs_terms_apart + d_over_d0_times_d_abs_term
+                s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(d_over_d0_times_d_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(d_over_d0_times_d_abs_terms_apart, [1, LESS]), 1))
+    tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(s_abs_terms, [1, TILE]), 1) + tl.sum(tl.reshape(s_abs_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_d_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 

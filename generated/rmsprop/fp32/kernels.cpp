@@ -86,7 +86,7 @@ struct rmsprop_bfloat16 {
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
         }
     }
@@ -207,7 +207,7 @@ struct rmsprop_bfloat16_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -284,10 +284,10 @@ struct rmsprop_float32_centered {
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
@@ -328,17 +328,17 @@ struct rmsprop_bfloat16_centered {
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
         }
@@ -374,10 +374,10 @@ struct rmsprop_float16_centered {
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
@@ -420,10 +420,10 @@ struct rmsprop_float32_centered_has_momentum {
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -469,10 +469,10 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -480,7 +480,7 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(square_avg_at + i, square_avg_2);
             store(grad_avg_at + i, grad_avg_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -520,10 +520,10 @@ struct rmsprop_float16_centered_has_momentum {
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update

@@ -45,24 +45,24 @@ struct rmsprop_float32 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -73,8 +73,8 @@ struct rmsprop_float32 {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -87,7 +87,8 @@ struct rmsprop_float32 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -101,17 +102,17 @@ struct rmsprop_float32 {
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
-                const F update = g_3 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
+                const F square_avg_sqrt = sqrt(square_avg_2);
+                const F update = g_3 / (square_avg_sqrt + eps);            // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
-                const I square_avg_pattern = bits(p_sqrt);
+                const I square_avg_pattern = bits(square_avg_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
                 store(p_at + i, p_2);
             }
             largest_of_block_kept[b] = largest_of_block;
@@ -122,23 +123,23 @@ struct rmsprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -148,15 +149,16 @@ struct rmsprop_float32 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -228,24 +230,24 @@ struct rmsprop_bfloat16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -256,8 +258,8 @@ struct rmsprop_bfloat16 {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -270,12 +272,13 @@ struct rmsprop_bfloat16 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -283,21 +286,21 @@ struct rmsprop_bfloat16 {
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
-                const F update = g_2 / (p_sqrt + eps);                             // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+                const F square_avg_sqrt = sqrt(square_avg_2);
+                const F update = g_2 / (square_avg_sqrt + eps);                   // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
-                const I square_avg_pattern = bits(p_sqrt);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                const I square_avg_pattern = bits(square_avg_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -309,23 +312,23 @@ struct rmsprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -336,15 +339,16 @@ struct rmsprop_bfloat16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -375,12 +379,12 @@ struct rmsprop_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -392,19 +396,19 @@ struct rmsprop_bfloat16_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-            const F update = g_2 / (sqrt(square_avg_2) + eps);                 // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(square_avg_2) + eps);                // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -441,24 +445,24 @@ struct rmsprop_float16 {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -469,8 +473,8 @@ struct rmsprop_float16 {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -483,20 +487,21 @@ struct rmsprop_float16 {
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -507,30 +512,30 @@ struct rmsprop_float16 {
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
-                const F update = g_2 / (p_sqrt + eps);                     // 34  update = g / (sqrt(variance) + eps)
+                const F square_avg_sqrt = sqrt(square_avg_2);
+                const F update = g_2 / (square_avg_sqrt + eps);            // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                    // 38  p = p - lr * update
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(p_sqrt);
+                const I square_avg_pattern = bits(square_avg_sqrt);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
             }
@@ -542,23 +547,23 @@ struct rmsprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -569,15 +574,16 @@ struct rmsprop_float16 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
         }
@@ -608,12 +614,12 @@ struct rmsprop_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -627,13 +633,13 @@ struct rmsprop_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -643,20 +649,20 @@ struct rmsprop_float16_small {
             const F update = g_2 / (sqrt(square_avg_2) + eps);  // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);             // 38  p = p - lr * update
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -696,28 +702,28 @@ struct rmsprop_float32_has_momentum {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -728,13 +734,13 @@ struct rmsprop_float32_has_momentum {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -750,7 +756,8 @@ struct rmsprop_float32_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -767,20 +774,20 @@ struct rmsprop_float32_has_momentum {
                 const F g_3 = fma(weight_decay, p, g_2);                   // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_3, g_3, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
+                const F square_avg_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_3, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(g_3, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
-                const I square_avg_pattern = bits(p_sqrt);
+                const I square_avg_pattern = bits(square_avg_sqrt);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F p_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(p_at + i, p_2);
             }
@@ -794,30 +801,30 @@ struct rmsprop_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_mul_kept + b, p_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -828,18 +835,19 @@ struct rmsprop_float32_has_momentum {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
             }
@@ -921,27 +929,27 @@ struct rmsprop_bfloat16_has_momentum {
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -952,13 +960,13 @@ struct rmsprop_bfloat16_has_momentum {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -976,12 +984,13 @@ struct rmsprop_bfloat16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -992,23 +1001,23 @@ struct rmsprop_bfloat16_has_momentum {
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
+                const F square_avg_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(g_2, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I square_avg_pattern = bits(p_sqrt);
-                const F p_abs = abs(momentum_buffer);
+                const I square_avg_pattern = bits(square_avg_sqrt);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
             }
             largest_of_block_kept[b] = largest_of_block;
             smallest_of_block_kept[b] = smallest_of_block;
@@ -1017,14 +1026,15 @@ struct rmsprop_bfloat16_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -1035,30 +1045,30 @@ struct rmsprop_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_mul_kept + b, p_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -1070,18 +1080,19 @@ struct rmsprop_bfloat16_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1115,12 +1126,12 @@ struct rmsprop_bfloat16_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1132,21 +1143,21 @@ struct rmsprop_bfloat16_has_momentum_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
+            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
             const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -1187,28 +1198,28 @@ struct rmsprop_float16_has_momentum {
         alignas(64) int32_t word_kept[TILE / 8];
         alignas(64) int32_t word_2_kept[TILE / 8];
         alignas(64) int32_t noise_kept[TILE];
-        alignas(64) float p_sqrt_kept[TILE];
+        alignas(64) float square_avg_sqrt_kept[TILE];
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) float p_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1219,13 +1230,13 @@ struct rmsprop_float16_has_momentum {
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
             store(square_avg_step_kept + b, square_avg_step);
@@ -1241,20 +1252,21 @@ struct rmsprop_float16_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 square_avg_code = raw(square_avg_at + i);
@@ -1268,33 +1280,33 @@ struct rmsprop_float16_has_momentum {
                 const F g_2 = fma(weight_decay, p, g);                     // 27  g = l2(g, p, weight_decay)
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
                 const F square_avg_2 = fma(one_minus_alpha * g_2, g_2, alpha * square_avg);
-                const F p_sqrt = sqrt(square_avg_2);
+                const F square_avg_sqrt = sqrt(square_avg_2);
                 // 36  momentum_buffer = momentum * momentum_buffer + update
-                const F momentum_buffer = fma(g_2, 1.0f / (p_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
+                const F momentum_buffer = fma(g_2, 1.0f / (square_avg_sqrt + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);           // 38  p = p - lr * update
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const I square_avg_pattern = bits(p_sqrt);
-                const F p_abs = abs(momentum_buffer);
+                const I square_avg_pattern = bits(square_avg_sqrt);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(noise_kept + i, noise);
-                store(p_sqrt_kept + i, p_sqrt);
+                store(square_avg_sqrt_kept + i, square_avg_sqrt);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1309,30 +1321,30 @@ struct rmsprop_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F p_sqrt = load(p_sqrt_kept + b);
+            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_mul_kept + b, p_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -1344,18 +1356,19 @@ struct rmsprop_float16_has_momentum {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const F p_mul(p_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
-                const F p_sqrt = load(p_sqrt_kept + i);
+                const F square_avg_sqrt = load(square_avg_sqrt_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(bits(p_sqrt) - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul), 3200.0f));
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(bits(square_avg_sqrt) - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(square_avg_at + i, square_avg_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1389,12 +1402,12 @@ struct rmsprop_float16_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1408,13 +1421,13 @@ struct rmsprop_float16_has_momentum_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F square_avg = load(square_avg_at + i);
@@ -1426,20 +1439,20 @@ struct rmsprop_float16_has_momentum_small {
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(square_avg_2) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 38  p = p - lr * update
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -1485,25 +1498,25 @@ struct rmsprop_float32_centered {
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1513,13 +1526,13 @@ struct rmsprop_float32_centered {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -1535,7 +1548,8 @@ struct rmsprop_float32_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F p = load(p_at + i);
@@ -1550,11 +1564,11 @@ struct rmsprop_float32_centered {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_3;
+                const F g_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
@@ -1579,26 +1593,26 @@ struct rmsprop_float32_centered {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -1606,24 +1620,25 @@ struct rmsprop_float32_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1634,11 +1649,11 @@ struct rmsprop_float32_centered {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -1648,11 +1663,12 @@ struct rmsprop_float32_centered {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -1687,10 +1703,10 @@ struct rmsprop_float32_centered_small {
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_3 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
@@ -1739,25 +1755,25 @@ struct rmsprop_bfloat16_centered {
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1767,13 +1783,13 @@ struct rmsprop_bfloat16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -1789,12 +1805,13 @@ struct rmsprop_bfloat16_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_avg_code = raw(grad_avg_at + i);
@@ -1805,20 +1822,20 @@ struct rmsprop_bfloat16_centered {
                 const F square_avg_value = as_float(square_avg_middle_2 + square_avg_piece * square_avg_step);
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
-                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_2;
+                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
+                const F g_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
-                const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
-                const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+                const F update = g_2 / (sqrt(variance) + eps);                    // 34  update = g / (sqrt(variance) + eps)
+                const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
@@ -1837,26 +1854,26 @@ struct rmsprop_bfloat16_centered {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -1864,24 +1881,25 @@ struct rmsprop_bfloat16_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -1892,11 +1910,11 @@ struct rmsprop_bfloat16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -1907,11 +1925,12 @@ struct rmsprop_bfloat16_centered {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -1943,12 +1962,12 @@ struct rmsprop_bfloat16_centered_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1960,25 +1979,25 @@ struct rmsprop_bfloat16_centered_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
+            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
+            const F g_mul = one_minus_alpha * g_2;
             // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
-            const F update = g_2 / (sqrt(variance) + eps);                     // 34  update = g / (sqrt(variance) + eps)
-            const F p_2 = fma(minus_lr, update, p);                            // 38  p = p - lr * update
+            const F update = g_2 / (sqrt(variance) + eps);                    // 34  update = g / (sqrt(variance) + eps)
+            const F p_2 = fma(minus_lr, update, p);                           // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -2024,25 +2043,25 @@ struct rmsprop_float16_centered {
         alignas(64) int32_t square_avg_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I grad_avg_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2052,13 +2071,13 @@ struct rmsprop_float16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -2074,20 +2093,21 @@ struct rmsprop_float16_centered {
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_avg_code = raw(grad_avg_at + i);
@@ -2099,30 +2119,30 @@ struct rmsprop_float16_centered {
                 // 8-bit unsigned blocks of 64: sqrt between minimum and maximum, pseudo-log, stochastic
                 const F square_avg = square_avg_value * square_avg_value;
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_2;
+                const F g_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
                 const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
@@ -2142,26 +2162,26 @@ struct rmsprop_float16_centered {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
             store(square_avg_range_at + b, square_avg_header_2);
         }
@@ -2169,24 +2189,25 @@ struct rmsprop_float16_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2197,11 +2218,11 @@ struct rmsprop_float16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -2212,11 +2233,12 @@ struct rmsprop_float16_centered {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise >> 8 & 4095) >> 12);
             }
         }
@@ -2248,12 +2270,12 @@ struct rmsprop_float16_centered_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2267,41 +2289,41 @@ struct rmsprop_float16_centered_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             const F update = g_2 / (sqrt(variance) + eps);               // 34  update = g / (sqrt(variance) + eps)
             const F p_2 = fma(minus_lr, update, p);                      // 38  p = p - lr * update
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -2355,14 +2377,14 @@ struct rmsprop_float32_centered_has_momentum {
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -2370,20 +2392,20 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = word_xor * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = word_xor * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = (word_xor ^ 1013904242) * 2146121005;
+            const I word_mul_5 = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217728;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000000;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2395,18 +2417,18 @@ struct rmsprop_float32_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -2425,7 +2447,8 @@ struct rmsprop_float32_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -2445,11 +2468,11 @@ struct rmsprop_float32_centered_has_momentum {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_3;
+                const F g_mul = one_minus_alpha * g_3;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2460,12 +2483,12 @@ struct rmsprop_float32_centered_has_momentum {
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, word_add);
-                const F p_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_4 ^ rotl(word_3, word_add);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -2485,32 +2508,32 @@ struct rmsprop_float32_centered_has_momentum {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(p_mul_2_kept + b, p_mul_2);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -2518,24 +2541,25 @@ struct rmsprop_float32_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2544,11 +2568,12 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -2557,11 +2582,11 @@ struct rmsprop_float32_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -2572,11 +2597,12 @@ struct rmsprop_float32_centered_has_momentum {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2614,10 +2640,10 @@ struct rmsprop_float32_centered_has_momentum_small {
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_3 = fma(weight_decay, p, g_2);                     // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_3;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_3;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_3, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_3, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2676,14 +2702,14 @@ struct rmsprop_bfloat16_centered_has_momentum {
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -2691,20 +2717,20 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2716,18 +2742,18 @@ struct rmsprop_bfloat16_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -2748,14 +2774,15 @@ struct rmsprop_bfloat16_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
                 const I word_3 = spread(word_3_kept, i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_avg_code = raw(grad_avg_at + i);
@@ -2769,12 +2796,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const U8 momentum_buffer_code = raw(momentum_buffer_at + i);
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
-                const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_2;
+                const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
+                const F g_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2786,10 +2813,10 @@ struct rmsprop_bfloat16_centered_has_momentum {
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const F p_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_2_kept + i, noise_2);
                 store(noise_kept + i, noise);
@@ -2803,14 +2830,15 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 38  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise_2 & 255 | 32768);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise_2 & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2823,32 +2851,32 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(p_mul_2_kept + b, p_mul_2);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -2856,24 +2884,25 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -2882,11 +2911,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -2895,11 +2925,11 @@ struct rmsprop_bfloat16_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -2911,11 +2941,12 @@ struct rmsprop_bfloat16_centered_has_momentum {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -2949,12 +2980,12 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2966,27 +2997,27 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
-            const F g_2 = fma(weight_decay, p, g);                             // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
+            const F g_2 = fma(weight_decay, p, g);                            // 27  g = l2(g, p, weight_decay)
+            const F g_mul = one_minus_alpha * g_2;
             // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
-            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                 // 38  p = p - lr * update
+            const F p_2 = fma(minus_lr, momentum_buffer_2, p);                // 38  p = p - lr * update
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(square_avg_at + i, square_avg_2);
@@ -3041,14 +3072,14 @@ struct rmsprop_float16_centered_has_momentum {
         alignas(64) int32_t square_avg_step_kept[TILE / BLOCK];
         alignas(64) float grad_avg_scale_mul_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_base_kept[TILE / BLOCK];
-        alignas(64) int32_t p_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_scale_kept[TILE / BLOCK];
-        alignas(64) int32_t p_add_2_kept[TILE / BLOCK];
+        alignas(64) int32_t square_avg_start_add_kept[TILE / BLOCK];
         alignas(64) int32_t square_avg_step_2_kept[TILE / BLOCK];
-        alignas(64) float p_mul_2_kept[TILE / BLOCK];
-        alignas(64) float grad_avg_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
+        alignas(64) float grad_avg_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
@@ -3056,20 +3087,20 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32;
-            const I word_mul = (word_xor ^ 1013904242) * 2146121005;
+            const I word_xor = (lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256;
+            const I word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor_2 = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor_2 ^ lshr(word_xor_2, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor_2 ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor_2 ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
-            const I word_mul_5 = word_xor * 2146121005;
+            const I word_mul_5 = word_xor * 0x7feb352d;
             const I word_mul_6 = (word_mul_5 ^ lshr(word_mul_5, 16)) * -2073254261;
             const I word_xor_3 = word_mul_6 ^ lshr(word_mul_6, 15);
             const I word_mul_7 = (word_xor_3 ^ lshr(word_xor_3, 16)) * -1640531535;
-            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 2146121005;
-            const I word_4 = word_xor_3 ^ (step_key & 31) * 134217856;
+            const I word_mul_8 = (word_mul_7 ^ lshr(word_mul_7, 15)) * 0x7feb352d;
+            const I word_4 = word_xor_3 ^ (step_key & 255) * 0x1000010;
             const I word_3 = word_mul_8 ^ lshr(word_mul_8, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3081,18 +3112,18 @@ struct rmsprop_float16_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I16 grad_avg_scale = raw(grad_avg_scale_at + b);
             const I grad_avg_scale_bits = to_int(grad_avg_scale) << 15;
-            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 2147483647;
-            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 2139095040, I(2139095039), grad_avg_scale_bits_2));
+            const I grad_avg_scale_bits_2 = grad_avg_scale_bits & 0x7fffffff;
+            const F grad_avg_scale_2 = as_float(where(grad_avg_scale_bits_2 == 0x7f800000, I(0x7f7fffff), grad_avg_scale_bits_2));
             const I16 square_avg_range = raw(square_avg_range_at + b);
             const I square_avg_header = to_int(square_avg_range);
             const I square_avg_cells = max(I(4), square_avg_header & 255);
-            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) + -1262485504;
-            const I square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1);
+            const I square_avg_step = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells), 12582912.0f)) - 0x4b400000;
+            const I square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1);
             const I square_avg_middle_2 = where(square_avg_header == 0, I(0), square_avg_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F grad_avg_scale_mul = alpha * grad_avg_scale_2;
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(square_avg_middle_2_kept + b, square_avg_middle_2);
@@ -3111,7 +3142,8 @@ struct rmsprop_float16_centered_has_momentum {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const I word_4 = spread(word_4_kept, i);
@@ -3120,13 +3152,13 @@ struct rmsprop_float16_centered_has_momentum {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_stored = Grad::load(g_at + i);
                 const F g = grad_scale * g_stored;
                 const U8 grad_avg_code = raw(grad_avg_at + i);
@@ -3141,40 +3173,40 @@ struct rmsprop_float16_centered_has_momentum {
                 const F momentum_buffer_code_2 = counter(momentum_buffer_code) - 8388736.0f;
                 const F momentum_buffer_bend = abs(momentum_buffer_code_2);
                 const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-                const F p_mul = one_minus_alpha * g_2;
+                const F g_mul = one_minus_alpha * g_2;
                 // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, p_mul);
+                const F grad_avg = fma(grad_avg_scale_mul, grad_avg_code_2 / (254.0f - grad_avg_bend) * square_avg_value, g_mul);
                 // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-                const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+                const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
                 // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
                 const F variance = max(F(0.0f), fma(-grad_avg, grad_avg, square_avg_2));
                 // 36  momentum_buffer = momentum * momentum_buffer + update
                 const F momentum_buffer = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);             // 38  p = p - lr * update
                 const I p_bitcast = bits(p_2);
-                const I p_sign = p_bitcast >> 16 & 32768;
-                const I p_magnitude = p_bitcast & 2147483647;
-                const F p_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_bitcast_2;
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 const I word_add = (word_and * (word_and + 1) >> 1) + 1;
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise_2 = word_2 ^ rotl(word, word_add);
-                const I word_and_2 = noise_2 & 255;
+                const I noise_2_and = noise_2 & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_4 ^ rotl(word_3, word_add);
-                const F p_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, square_avg_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, square_avg_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(p_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(noise_kept + i, noise);
                 store(square_avg_pattern_kept + i, square_avg_pattern);
                 store(grad_avg_kept + i, grad_avg);
@@ -3195,32 +3227,32 @@ struct rmsprop_float16_centered_has_momentum {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I square_avg_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I square_avg_above = (square_avg_largest + 524288 >> 22) + 1;
-            const I square_avg_below = smallest_of_block + -524288 >> 22;
+            const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
+            const I square_avg_below = smallest_of_block - 0x80000 >> 22;
             const I square_avg_units = min(I(64), max(I(1), square_avg_above - max(I(128), square_avg_below)));
             const I square_avg_first = square_avg_above - square_avg_units;
             const I square_avg_start = square_avg_first << 22;
             const I square_avg_half = square_avg_units * 10240;
             const I square_avg_base = square_avg_start + square_avg_half;
-            const I p_sub = 1601175552 - square_avg_base;
+            const I square_avg_base_sub = 0x5f700000 - square_avg_base;
             const I square_avg_cells_2 = min(I(255), to_int(256.5f / to_float(square_avg_units)));
             const I square_avg_scale = square_avg_cells_2 << 2;
-            const I p_add = square_avg_half * square_avg_scale + -8388608;
-            const I square_avg_header_2 = square_avg_first + -128 << 8 | square_avg_cells_2;
-            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) + -1262485504;
-            const I p_add_2 = square_avg_start + (square_avg_step_2 >> 1);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F p_mul_2 = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(p_add_kept + b, p_add);
+            const I square_avg_half_add = square_avg_half * square_avg_scale - 0x800000;
+            const I square_avg_header_2 = square_avg_first - 128 << 8 | square_avg_cells_2;
+            const I square_avg_step_2 = bits(fma(4194304.0f, 1.0f / to_float(square_avg_cells_2), 12582912.0f)) - 0x4b400000;
+            const I square_avg_start_add = square_avg_start + (square_avg_step_2 >> 1);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(square_avg_half_add_kept + b, square_avg_half_add);
             store(square_avg_base_kept + b, square_avg_base);
-            store(p_sub_kept + b, p_sub);
+            store(square_avg_base_sub_kept + b, square_avg_base_sub);
             store(square_avg_scale_kept + b, square_avg_scale);
-            store(p_add_2_kept + b, p_add_2);
+            store(square_avg_start_add_kept + b, square_avg_start_add);
             store(square_avg_step_2_kept + b, square_avg_step_2);
-            store(p_mul_2_kept + b, p_mul_2);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(square_avg_range_at + b, square_avg_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -3228,24 +3260,25 @@ struct rmsprop_float16_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
-            const I p_add(p_add_kept[b]);
+            const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
-            const I p_sub(p_sub_kept[b]);
+            const I square_avg_base_sub(square_avg_base_sub_kept[b]);
             const I square_avg_scale(square_avg_scale_kept[b]);
-            const I p_add_2(p_add_2_kept[b]);
+            const I square_avg_start_add(square_avg_start_add_kept[b]);
             const I square_avg_step_2(square_avg_step_2_kept[b]);
             I grad_avg_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I square_avg_pattern = load(square_avg_pattern_kept + i);
                 const F grad_avg = load(grad_avg_kept + i);
-                const I square_avg_offset = lshr(noise, 8) + p_add;
-                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, p_sub)) * square_avg_scale + square_avg_offset;
+                const I square_avg_offset = lshr(noise, 8) + square_avg_half_add;
+                const I square_avg_position = max(I(0), min(square_avg_pattern - square_avg_base, square_avg_base_sub)) * square_avg_scale + square_avg_offset;
                 const I square_avg_code_2 = lshr(square_avg_position, 24);
-                const F square_avg_value_2 = as_float(p_add_2 + square_avg_code_2 * square_avg_step_2);
+                const F square_avg_value_2 = as_float(square_avg_start_add + square_avg_code_2 * square_avg_step_2);
                 const F grad_avg_value = grad_avg / square_avg_value_2;
-                const F grad_avg_scale_abs = abs(grad_avg_value);
-                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_scale_abs), i, end);
+                const F grad_avg_value_abs = abs(grad_avg_value);
+                grad_avg_top = larger<RAGGED>(grad_avg_top, bits(grad_avg_value_abs), i, end);
                 store(grad_avg_value_kept + i, grad_avg_value);
                 store_byte<3>(square_avg_at + i, square_avg_position);
             }
@@ -3254,11 +3287,12 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            const F p_mul_2(p_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), p_mul_2), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
             }
         }
@@ -3267,11 +3301,11 @@ struct rmsprop_float16_centered_has_momentum {
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
             const F grad_avg_value = load(grad_avg_value_kept + b);
-            const I grad_avg_up = max(I(75497472), grad_avg_top) + 32767;
-            const I grad_avg_up_2 = where(grad_avg_top < 2139095040, grad_avg_up, I(2143289344));
-            const I grad_avg_divisor = min(I(2139095039), grad_avg_up_2 & 2147450880);
-            const F grad_avg_scale_mul_2 = as_float(grad_avg_divisor) * 0.003937007859349251f;
-            store(grad_avg_scale_mul_2_kept + b, grad_avg_scale_mul_2);
+            const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
+            const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
+            const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
+            const F grad_avg_divisor_mul = as_float(grad_avg_divisor) * 0.003937007859349251f;
+            store(grad_avg_divisor_mul_kept + b, grad_avg_divisor_mul);
             store(grad_avg_scale_at + b, grad_avg_up_2 >> 15);
         }
 
@@ -3283,11 +3317,12 @@ struct rmsprop_float16_centered_has_momentum {
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F grad_avg_scale_mul_2(grad_avg_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F grad_avg_value = load(grad_avg_value_kept + i);
                 const I noise = load(noise_kept + i);
-                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_scale_mul_2), 3200.0f));
+                const I grad_avg_pattern = bits(fma(grad_avg_value, 1.0f / fma(0.003937007859349251f, abs(grad_avg_value), grad_avg_divisor_mul), 3200.0f));
                 store(grad_avg_at + i, grad_avg_pattern + (noise & 4095) >> 12);
             }
         }
@@ -3321,12 +3356,12 @@ struct rmsprop_float16_centered_has_momentum_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -3340,43 +3375,43 @@ struct rmsprop_float16_centered_has_momentum_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F grad_avg = load(grad_avg_at + i);
             const F square_avg = load(square_avg_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_2 = fma(weight_decay, p, g);                       // 27  g = l2(g, p, weight_decay)
-            const F p_mul = one_minus_alpha * g_2;
-            const F grad_avg_2 = fma(alpha, grad_avg, p_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+            const F g_mul = one_minus_alpha * g_2;
+            const F grad_avg_2 = fma(alpha, grad_avg, g_mul);            // 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
             // 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
-            const F square_avg_2 = fma(p_mul, g_2, alpha * square_avg);
+            const F square_avg_2 = fma(g_mul, g_2, alpha * square_avg);
             // 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
             const F variance = max(F(0.0f), fma(-grad_avg_2, grad_avg_2, square_avg_2));
             // 36  momentum_buffer = momentum * momentum_buffer + update
             const F momentum_buffer_2 = fma(g_2, 1.0f / (sqrt(variance) + eps), momentum * momentum_buffer);
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);           // 38  p = p - lr * update
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

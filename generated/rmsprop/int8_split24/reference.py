@@ -35,7 +35,7 @@ def rmsprop_float32(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -46,33 +46,33 @@ def rmsprop_float32(
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                 # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                       # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, p)
@@ -119,14 +119,14 @@ def rmsprop_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -137,35 +137,35 @@ def rmsprop_bfloat16(
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                 # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                       # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -188,7 +188,7 @@ def rmsprop_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
@@ -199,15 +199,15 @@ def rmsprop_bfloat16_small(
     update = g / (sqrt(square_avg) + eps)                      # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -231,17 +231,17 @@ def rmsprop_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -252,47 +252,47 @@ def rmsprop_float16(
     g = g + weight_decay * p                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                 # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                       # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -318,10 +318,10 @@ def rmsprop_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
@@ -333,25 +333,25 @@ def rmsprop_float16_small(
     p = p - lr * update                                        # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -373,8 +373,8 @@ def rmsprop_float32_has_momentum(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -387,7 +387,7 @@ def rmsprop_float32_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -398,44 +398,44 @@ def rmsprop_float32_has_momentum(
     g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                         # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -488,11 +488,11 @@ def rmsprop_bfloat16_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -505,7 +505,7 @@ def rmsprop_bfloat16_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -516,46 +516,46 @@ def rmsprop_bfloat16_has_momentum(
     g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                         # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -579,7 +579,7 @@ def rmsprop_bfloat16_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -593,15 +593,15 @@ def rmsprop_bfloat16_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + update
     p = p - lr * momentum_buffer                               # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -627,14 +627,14 @@ def rmsprop_float16_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -647,7 +647,7 @@ def rmsprop_float16_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -658,58 +658,58 @@ def rmsprop_float16_has_momentum(
     g = g + weight_decay * p                                     # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = alpha * square_avg + one_minus_alpha * g * g
-    square_avg_range_sqrt = sqrt(square_avg)
-    update = g / (square_avg_range_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = sqrt(square_avg)
+    update = g / (square_avg_sqrt + eps)                         # 34  update = g / (sqrt(variance) + eps)
     # 36  momentum_buffer = momentum * momentum_buffer + update
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                 # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    square_avg_pattern = square_avg_range_sqrt.view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_pattern = square_avg_sqrt.view(torch.int32)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -736,10 +736,10 @@ def rmsprop_float16_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -754,25 +754,25 @@ def rmsprop_float16_has_momentum_small(
     p = p - lr * momentum_buffer                               # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -798,7 +798,7 @@ def rmsprop_float32_centered(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -807,8 +807,8 @@ def rmsprop_float32_centered(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -829,41 +829,41 @@ def rmsprop_float32_centered(
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
@@ -918,14 +918,14 @@ def rmsprop_bfloat16_centered(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -934,8 +934,8 @@ def rmsprop_bfloat16_centered(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -955,44 +955,44 @@ def rmsprop_bfloat16_centered(
     update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1016,7 +1016,7 @@ def rmsprop_bfloat16_centered_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
@@ -1032,15 +1032,15 @@ def rmsprop_bfloat16_centered_small(
     update = g / (sqrt(variance) + eps)                           # 34  update = g / (sqrt(variance) + eps)
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1066,17 +1066,17 @@ def rmsprop_float16_centered(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1085,8 +1085,8 @@ def rmsprop_float16_centered(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -1107,55 +1107,55 @@ def rmsprop_float16_centered(
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -1182,10 +1182,10 @@ def rmsprop_float16_centered_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     square_avg = b.elements(square_avg_tensor)
@@ -1202,25 +1202,25 @@ def rmsprop_float16_centered_small(
     p = p - lr * update                                           # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1243,8 +1243,8 @@ def rmsprop_float32_centered_has_momentum(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1257,7 +1257,7 @@ def rmsprop_float32_centered_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1266,8 +1266,8 @@ def rmsprop_float32_centered_has_momentum(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -1290,59 +1290,59 @@ def rmsprop_float32_centered_has_momentum(
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor_2 ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2 = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     b.store(p_tensor, p)
     b.store(square_avg_tensor, square_avg_code.to(torch.uint8))
     b.store_per_block(square_avg_range_tensor, square_avg_header.to(torch.int16))
@@ -1402,11 +1402,11 @@ def rmsprop_bfloat16_centered_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1419,7 +1419,7 @@ def rmsprop_bfloat16_centered_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1428,8 +1428,8 @@ def rmsprop_bfloat16_centered_has_momentum(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -1451,61 +1451,61 @@ def rmsprop_bfloat16_centered_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + update
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 32768), 2143322112)
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise_2 & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1531,7 +1531,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1550,15 +1550,15 @@ def rmsprop_bfloat16_centered_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + update
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1585,14 +1585,14 @@ def rmsprop_float16_centered_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1605,7 +1605,7 @@ def rmsprop_float16_centered_has_momentum(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1614,8 +1614,8 @@ def rmsprop_float16_centered_has_momentum(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -1638,72 +1638,72 @@ def rmsprop_float16_centered_has_momentum(
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor_2 = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor_2 ^ word_xor_2 >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    word_and = noise_2 & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    noise_2_and = noise_2 & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_2_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(square_avg).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, b.live) - 524288 >> 22
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, b.live) - 0x80000 >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    square_avg_range_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    square_avg_range_sub_2 = square_avg_half * square_avg_scale - 8388608
-    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_range_sub_2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_range_sub).clamp(min=0) * square_avg_scale + square_avg_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
+    square_avg_half_sub = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise >> 8 & 0xffffff) + square_avg_half_sub
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_base, square_avg_base_sub).clamp(min=0) * square_avg_scale + square_avg_offset
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_range_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (square_avg_range_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = grad_avg / square_avg_value
-    grad_avg_scale_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(grad_avg_scale_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (grad_avg_scale_mul + grad_avg_scale_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     grad_avg_pattern = (grad_avg_exact + 3200.0).view(torch.int32)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -1732,10 +1732,10 @@ def rmsprop_float16_centered_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1755,25 +1755,25 @@ def rmsprop_float16_centered_has_momentum_small(
     p = p - lr * momentum_buffer                                  # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1791,7 +1791,7 @@ def rmsprop_float32_decode(p_tensor, square_avg_tensor, square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1810,16 +1810,16 @@ def rmsprop_float32_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     return {
@@ -1858,12 +1858,12 @@ def rmsprop_bfloat16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squa
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1881,19 +1881,19 @@ def rmsprop_bfloat16_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     return {
@@ -1911,7 +1911,7 @@ def rmsprop_bfloat16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     return {
         "p": b.flat(p),
@@ -1924,7 +1924,7 @@ def rmsprop_bfloat16_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1943,15 +1943,15 @@ def rmsprop_float16_decode(p_tensor, weight_low_tensor, square_avg_tensor, squar
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -1970,29 +1970,29 @@ def rmsprop_float16_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     return {
@@ -2013,10 +2013,10 @@ def rmsprop_float16_small_decode(p_tensor, weight_low_tensor, square_avg_tensor)
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     return {
         "p": b.flat(p),
@@ -2030,16 +2030,16 @@ def rmsprop_float16_small_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2060,7 +2060,7 @@ def rmsprop_float32_has_momentum_decode(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2069,8 +2069,8 @@ def rmsprop_float32_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2091,25 +2091,25 @@ def rmsprop_float32_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "square_avg": b.flat(square_avg_code.to(torch.uint8)),
@@ -2155,12 +2155,12 @@ def rmsprop_bfloat16_has_momentum_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2169,8 +2169,8 @@ def rmsprop_bfloat16_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2190,28 +2190,28 @@ def rmsprop_bfloat16_has_momentum_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2231,7 +2231,7 @@ def rmsprop_bfloat16_has_momentum_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -2247,7 +2247,7 @@ def rmsprop_bfloat16_has_momentum_small_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2270,15 +2270,15 @@ def rmsprop_float16_has_momentum_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2287,8 +2287,8 @@ def rmsprop_float16_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2309,38 +2309,38 @@ def rmsprop_float16_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2363,10 +2363,10 @@ def rmsprop_float16_has_momentum_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -2383,16 +2383,16 @@ def rmsprop_float16_has_momentum_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2413,7 +2413,7 @@ def rmsprop_float32_centered_decode(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2422,8 +2422,8 @@ def rmsprop_float32_centered_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -2446,29 +2446,29 @@ def rmsprop_float32_centered_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "square_avg": b.flat(square_avg_code.to(torch.uint8)),
@@ -2514,12 +2514,12 @@ def rmsprop_bfloat16_centered_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2528,8 +2528,8 @@ def rmsprop_bfloat16_centered_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -2551,32 +2551,32 @@ def rmsprop_bfloat16_centered_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2594,7 +2594,7 @@ def rmsprop_bfloat16_centered_small_decode(p_tensor, weight_low_tensor, square_a
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     return {
@@ -2610,7 +2610,7 @@ def rmsprop_bfloat16_centered_small_encode(values):
     in_p = b.elements(values["p"])
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2633,15 +2633,15 @@ def rmsprop_float16_centered_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2650,8 +2650,8 @@ def rmsprop_float16_centered_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -2674,42 +2674,42 @@ def rmsprop_float16_centered_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2730,10 +2730,10 @@ def rmsprop_float16_centered_small_decode(p_tensor, weight_low_tensor, square_av
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     return {
@@ -2750,16 +2750,16 @@ def rmsprop_float16_centered_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -2781,7 +2781,7 @@ def rmsprop_float32_centered_has_momentum_decode(
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2790,8 +2790,8 @@ def rmsprop_float32_centered_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -2802,8 +2802,8 @@ def rmsprop_float32_centered_has_momentum_decode(
     grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2826,36 +2826,36 @@ def rmsprop_float32_centered_has_momentum_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "square_avg": b.flat(square_avg_code.to(torch.uint8)),
@@ -2909,12 +2909,12 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -2923,8 +2923,8 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -2935,8 +2935,8 @@ def rmsprop_bfloat16_centered_has_momentum_decode(
     grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2958,39 +2958,39 @@ def rmsprop_bfloat16_centered_has_momentum_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -3012,7 +3012,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
@@ -3031,7 +3031,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_encode(values):
     in_square_avg = b.elements(values["square_avg"])
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -3055,15 +3055,15 @@ def rmsprop_float16_centered_has_momentum_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg_range = b.per_block(square_avg_range_tensor)
     square_avg_header = square_avg_range.to(torch.int32)
     square_avg_cells = (square_avg_header & 255).clamp(min=4)
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = torch.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = b.elements(square_avg_tensor)
     square_avg_piece = square_avg_code.to(torch.int32)
@@ -3072,8 +3072,8 @@ def rmsprop_float16_centered_has_momentum_decode(
     square_avg = square_avg_value * square_avg_value
     grad_avg_scale = b.per_block(grad_avg_scale_tensor)
     grad_avg_scale_bits = grad_avg_scale.to(torch.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = torch.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).view(torch.float32)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = torch.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).view(torch.float32)
     grad_avg_code = b.elements(grad_avg_tensor)
     grad_avg_piece = grad_avg_code.to(torch.int32)
     grad_avg_code = grad_avg_piece.to(torch.float32)
@@ -3084,8 +3084,8 @@ def rmsprop_float16_centered_has_momentum_decode(
     grad_avg = grad_avg_value * square_avg_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -3108,49 +3108,49 @@ def rmsprop_float16_centered_has_momentum_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     square_avg_pattern = sqrt(in_square_avg + 0.0).view(torch.int32)
-    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    square_avg_largest = block_max(square_avg_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     square_avg_above = (square_avg_largest >> 22) + 1
     square_avg_below = block_min(square_avg_pattern, b.live) >> 22
     square_avg_units = (square_avg_above - square_avg_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
-    in_square_avg_sub = 1601175552 - square_avg_start
+    square_avg_start_sub = 0x5f700000 - square_avg_start
     square_avg_cells = quotient(256.5, square_avg_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     square_avg_scale = square_avg_cells << 2
-    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, in_square_avg_sub).clamp(min=0) * square_avg_scale
+    square_avg_position = torch.minimum(square_avg_pattern - square_avg_start, square_avg_start_sub).clamp(min=0) * square_avg_scale
     square_avg_code = square_avg_position >> 24 & 0xff
     square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     square_avg_step = quotient(4194304.0, square_avg_cells.to(torch.float32)).round().to(torch.int32)
-    in_square_avg_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (in_square_avg_add + square_avg_code * square_avg_step).view(torch.float32)
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add + square_avg_code * square_avg_step).view(torch.float32)
     grad_avg_value = in_grad_avg / square_avg_value
-    in_grad_avg_abs = grad_avg_value.abs()
-    grad_avg_top = block_max(in_grad_avg_abs.view(torch.int32), b.live)
-    grad_avg_up = grad_avg_top.clamp(min=75497472) + 32767
-    grad_avg_up = torch.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
-    grad_avg_divisor = (grad_avg_up & 2147450880).clamp(max=2139095039)
-    in_grad_avg_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
-    grad_avg_exact = grad_avg_value / (in_grad_avg_mul + in_grad_avg_abs * 0.003937007874015748)
+    grad_avg_value_abs = grad_avg_value.abs()
+    grad_avg_top = block_max(grad_avg_value_abs.view(torch.int32), b.live)
+    grad_avg_up = grad_avg_top.clamp(min=0x4800000) + 32767
+    grad_avg_up = torch.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
+    grad_avg_divisor = (grad_avg_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.view(torch.float32) * 0.003937007874015748
+    grad_avg_exact = grad_avg_value / (grad_avg_divisor_mul + grad_avg_value_abs * 0.003937007874015748)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -3175,10 +3175,10 @@ def rmsprop_float16_centered_has_momentum_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     square_avg = b.elements(square_avg_tensor)
     grad_avg = b.elements(grad_avg_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
@@ -3198,16 +3198,16 @@ def rmsprop_float16_centered_has_momentum_small_encode(values):
     in_grad_avg = b.elements(values["grad_avg"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

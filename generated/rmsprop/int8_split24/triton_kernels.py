@@ -33,8 +33,8 @@ def rmsprop_float32_tile(
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -45,36 +45,36 @@ def rmsprop_float32_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
-    update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = tl.sqrt(square_avg)
+    update = g * reciprocal(square_avg_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -240,14 +240,14 @@ def rmsprop_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -258,39 +258,39 @@ def rmsprop_bfloat16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
-    update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = tl.sqrt(square_avg)
+    update = g * reciprocal(square_avg_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -390,7 +390,7 @@ def rmsprop_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -402,15 +402,15 @@ def rmsprop_bfloat16_small_tile(
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -497,20 +497,20 @@ def rmsprop_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -521,50 +521,50 @@ def rmsprop_float16_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
-    update = g * reciprocal(p_sqrt + eps)                            # 34  update = g / (sqrt(variance) + eps)
+    square_avg_sqrt = tl.sqrt(square_avg)
+    update = g * reciprocal(square_avg_sqrt + eps)                   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                                  # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
 
 
@@ -665,13 +665,13 @@ def rmsprop_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -684,25 +684,25 @@ def rmsprop_float16_small_tile(
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -791,8 +791,8 @@ def rmsprop_float32_has_momentum_tile(
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -801,8 +801,8 @@ def rmsprop_float32_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -810,47 +810,47 @@ def rmsprop_float32_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
+    square_avg_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = tl.fma(g, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(g, reciprocal(square_avg_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 0), live, MASKED)
 
 
@@ -1032,14 +1032,14 @@ def rmsprop_bfloat16_has_momentum_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -1048,8 +1048,8 @@ def rmsprop_bfloat16_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1057,50 +1057,50 @@ def rmsprop_bfloat16_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
+    square_avg_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = tl.fma(g, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(g, reciprocal(square_avg_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
@@ -1210,7 +1210,7 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -1225,15 +1225,15 @@ def rmsprop_bfloat16_has_momentum_small_tile(
     # -- encode and store
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -1324,20 +1324,20 @@ def rmsprop_float16_has_momentum_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -1346,8 +1346,8 @@ def rmsprop_float16_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
@@ -1355,61 +1355,61 @@ def rmsprop_float16_has_momentum_tile(
     g = tl.fma(weight_decay, p, g)                                   # 27  g = l2(g, p, weight_decay)
     # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     square_avg = tl.fma(one_minus_alpha * g, g, alpha * square_avg)
-    p_sqrt = tl.sqrt(square_avg)
+    square_avg_sqrt = tl.sqrt(square_avg)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
     # 36  momentum_buffer = momentum * momentum_buffer + update
-    momentum_buffer = tl.fma(g, reciprocal(p_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
+    momentum_buffer = tl.fma(g, reciprocal(square_avg_sqrt + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)                         # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    square_avg_pattern = p_sqrt.to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_pattern = square_avg_sqrt.to(tl.int32, bitcast=True)
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise, 8), live, MASKED)
 
 
@@ -1520,13 +1520,13 @@ def rmsprop_float16_has_momentum_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     square_avg = get(square_avg_ptr, at, live, MASKED)
@@ -1542,25 +1542,25 @@ def rmsprop_float16_has_momentum_small_tile(
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -1652,16 +1652,16 @@ def rmsprop_float32_centered_tile(
     g = grad_scale * g
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -1671,10 +1671,10 @@ def rmsprop_float32_centered_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
@@ -1682,44 +1682,44 @@ def rmsprop_float32_centered_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
 
 
@@ -1828,9 +1828,9 @@ def rmsprop_float32_centered_small_tile(
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
@@ -1901,21 +1901,21 @@ def rmsprop_bfloat16_centered_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -1925,58 +1925,58 @@ def rmsprop_bfloat16_centered_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
@@ -2083,16 +2083,16 @@ def rmsprop_bfloat16_centered_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
@@ -2100,15 +2100,15 @@ def rmsprop_bfloat16_centered_small_tile(
     # -- encode and store
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -2198,27 +2198,27 @@ def rmsprop_float16_centered_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -2228,69 +2228,69 @@ def rmsprop_float16_centered_tile(
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
     p = tl.fma(minus_lr, update, p)                    # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134250504 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1001001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 8), live, MASKED)
 
 
@@ -2398,22 +2398,22 @@ def rmsprop_float16_centered_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
     square_avg = get(square_avg_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     update = g * reciprocal(tl.sqrt(variance) + eps)   # 34  update = g / (sqrt(variance) + eps)
@@ -2422,25 +2422,25 @@ def rmsprop_float16_centered_small_tile(
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
@@ -2532,16 +2532,16 @@ def rmsprop_float32_centered_has_momentum_tile(
     g = grad_scale * g
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -2550,18 +2550,18 @@ def rmsprop_float32_centered_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -2571,62 +2571,62 @@ def rmsprop_float32_centered_has_momentum_tile(
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = word_xor * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor_2 ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor_2 ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2 = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
@@ -2744,9 +2744,9 @@ def rmsprop_float32_centered_has_momentum_small_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -2823,21 +2823,21 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -2846,18 +2846,18 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -2865,67 +2865,67 @@ def rmsprop_bfloat16_centered_has_momentum_tile(
     momentum_buffer = tl.fma(g, reciprocal(tl.sqrt(variance) + eps), momentum_buffer_scale_mul[:, None] * (momentum_buffer_code * reciprocal(254.0 - momentum_buffer_bend)))
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise_2 & 255) + 32768)
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise_2 & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
@@ -3041,7 +3041,7 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * widened(g_stored)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
@@ -3049,9 +3049,9 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -3061,15 +3061,15 @@ def rmsprop_bfloat16_centered_has_momentum_small_tile(
     put(grad_avg_ptr, at, grad_avg, live, MASKED)
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -3163,27 +3163,27 @@ def rmsprop_float16_centered_has_momentum_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_avg_scale = get(grad_avg_scale_ptr, at_block, live_block, MASKED)
     grad_avg_scale_bits = grad_avg_scale.to(tl.int32) << 15
-    grad_avg_scale_bits = grad_avg_scale_bits & 2147483647
-    grad_avg_scale = tl.where(grad_avg_scale_bits == 2139095040, 2139095039, grad_avg_scale_bits).to(tl.float32, bitcast=True)
+    grad_avg_scale_bits = grad_avg_scale_bits & 0x7fffffff
+    grad_avg_scale = tl.where(grad_avg_scale_bits == 0x7f800000, 0x7f7fffff, grad_avg_scale_bits).to(tl.float32, bitcast=True)
     grad_avg_code = get(grad_avg_ptr, at, live, MASKED)
     grad_avg_code = counter(grad_avg_code) - 8388736.0
     grad_avg_bend = tl.abs(grad_avg_code)
     square_avg_range = get(square_avg_range_ptr, at_block, live_block, MASKED)
     square_avg_header = square_avg_range.to(tl.int32)
     square_avg_cells = tl.maximum(square_avg_header & 255, 4)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    square_avg_middle = ((square_avg_header & 65280) << 14) + 536870912 + (square_avg_step >> 1)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_middle = ((square_avg_header & 0xff00) << 14) + 0x20000000 + (square_avg_step >> 1)
     square_avg_middle = tl.where(square_avg_header == 0, 0, square_avg_middle)
     square_avg_code = get(square_avg_ptr, at, live, MASKED)
     square_avg_piece = apart(square_avg_code)
@@ -3192,18 +3192,18 @@ def rmsprop_float16_centered_has_momentum_tile(
     square_avg = square_avg_value * square_avg_value
     momentum_buffer_scale = get(momentum_buffer_scale_ptr, at_block, live_block, MASKED)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(tl.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = tl.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).to(tl.float32, bitcast=True)
     momentum_buffer_code = get(momentum_buffer_ptr, at, live, MASKED)
     momentum_buffer_code = counter(momentum_buffer_code) - 8388736.0
     momentum_buffer_bend = tl.abs(momentum_buffer_code)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
     grad_avg_scale_mul = alpha * grad_avg_scale
-    p_mul = one_minus_alpha * g
+    g_mul = one_minus_alpha * g
     # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, p_mul)
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    grad_avg = tl.fma(grad_avg_scale_mul[:, None], grad_avg_code * reciprocal(254.0 - grad_avg_bend) * square_avg_value, g_mul)
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     momentum_buffer_scale_mul = momentum * momentum_buffer_scale
@@ -3212,77 +3212,77 @@ def rmsprop_float16_centered_has_momentum_tile(
     p = tl.fma(minus_lr, momentum_buffer, p)           # 38  p = p - lr * update
     # -- encode and store
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32
-    word_mul = (word_xor ^ 1013904242) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
+    word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor_2 = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor_2 ^ (word_xor_2.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise_2 = word_xor_2 ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    word_and = noise_2 & 255
+    noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    noise_2_and = noise_2 & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_2_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_2_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
     square_avg_pattern = tl.sqrt(square_avg).to(tl.int32, bitcast=True)
-    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 536870912), 1601175552)
-    square_avg_above = (square_avg_largest + 524288 >> 22) + 1
-    square_avg_below = block_min(square_avg_pattern, live, MASKED) + -524288 >> 22
+    square_avg_largest = tl.minimum(tl.maximum(block_max(square_avg_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1
+    square_avg_below = block_min(square_avg_pattern, live, MASKED) - 0x80000 >> 22
     square_avg_units = tl.minimum(tl.maximum(square_avg_above - tl.maximum(square_avg_below, 128), 1), 64)
     square_avg_first = square_avg_above - square_avg_units
     square_avg_start = square_avg_first << 22
     square_avg_half = square_avg_units * 10240
     square_avg_base = square_avg_start + square_avg_half
-    p_sub = 1601175552 - square_avg_base
+    square_avg_base_sub = 0x5f700000 - square_avg_base
     square_avg_cells = tl.minimum((256.5 * inverse(square_avg_units.to(tl.float32))).to(tl.int32), 255)
     square_avg_scale = square_avg_cells << 2
-    word_mul = word_xor * 2146121005
+    word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217856 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    p_add = square_avg_half * square_avg_scale + -8388608
-    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + p_add[:, None]
-    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], p_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000010 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
+    square_avg_half_add = square_avg_half * square_avg_scale - 0x800000
+    square_avg_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + square_avg_half_add[:, None]
+    square_avg_position = tl.maximum(tl.minimum(square_avg_pattern - square_avg_base[:, None], square_avg_base_sub[:, None]), 0) * square_avg_scale[:, None] + square_avg_offset
     put(square_avg_ptr, at, byte(square_avg_position, 3), live, MASKED)
     square_avg_code = (square_avg_position.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    square_avg_header = square_avg_first + -128 << 8 | square_avg_cells
+    square_avg_header = square_avg_first - 128 << 8 | square_avg_cells
     put(square_avg_range_ptr, at_block, square_avg_header.to(tl.int16), live_block, MASKED)
-    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    p_add = square_avg_start + (square_avg_step >> 1)
-    square_avg_value = (p_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
+    square_avg_step = tl.fma(4194304.0, inverse(square_avg_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    square_avg_start_add = square_avg_start + (square_avg_step >> 1)
+    square_avg_value = (square_avg_start_add[:, None] + square_avg_code * square_avg_step[:, None]).to(tl.float32, bitcast=True)
     grad_avg_value = grad_avg * reciprocal(square_avg_value)
-    grad_avg_scale_abs = tl.abs(grad_avg_value)
+    grad_avg_value_abs = tl.abs(grad_avg_value)
     grad_avg_top = block_magnitude(grad_avg_value, live, MASKED)
-    grad_avg_up = tl.maximum(grad_avg_top, 75497472) + 32767
-    grad_avg_up = tl.where(grad_avg_top < 2139095040, grad_avg_up, 2143289344)
+    grad_avg_up = tl.maximum(grad_avg_top, 0x4800000) + 32767
+    grad_avg_up = tl.where(grad_avg_top < 0x7f800000, grad_avg_up, 0x7fc00000)
     put(grad_avg_scale_ptr, at_block, (grad_avg_up >> 15).to(tl.int16), live_block, MASKED)
-    grad_avg_divisor = tl.minimum(grad_avg_up & 2147450880, 2139095039)
-    grad_avg_scale_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_scale_abs, grad_avg_scale_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    grad_avg_divisor = tl.minimum(grad_avg_up & 0x7fff8000, 0x7f7fffff)
+    grad_avg_divisor_mul = grad_avg_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    grad_avg_pattern = tl.fma(grad_avg_value, reciprocal(tl.fma(0.003937007874015748, grad_avg_value_abs, grad_avg_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(grad_avg_ptr, at, rounded(grad_avg_pattern, noise, 0), live, MASKED)
-    p_abs = tl.abs(momentum_buffer)
+    momentum_buffer_abs = tl.abs(momentum_buffer)
     momentum_buffer_top = block_magnitude(momentum_buffer, live, MASKED)
-    momentum_buffer_up = tl.maximum(momentum_buffer_top, 75497472) + 32767
-    momentum_buffer_up = tl.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
+    momentum_buffer_up = tl.maximum(momentum_buffer_top, 0x4800000) + 32767
+    momentum_buffer_up = tl.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
     put(momentum_buffer_scale_ptr, at_block, (momentum_buffer_up >> 15).to(tl.int16), live_block, MASKED)
-    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 2147450880, 2139095039)
-    p_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, p_abs, p_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
+    momentum_buffer_divisor = tl.minimum(momentum_buffer_up & 0x7fff8000, 0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    momentum_buffer_pattern = tl.fma(momentum_buffer, reciprocal(tl.fma(0.003937007874015748, momentum_buffer_abs, momentum_buffer_divisor_mul[:, None])), 3200.0).to(tl.int32, bitcast=True)
     put(momentum_buffer_ptr, at, rounded(momentum_buffer_pattern, noise_2, 20), live, MASKED)
 
 
@@ -3399,13 +3399,13 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g = grad_scale * g_stored.to(tl.float32)
     grad_avg = get(grad_avg_ptr, at, live, MASKED)
@@ -3413,9 +3413,9 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     momentum_buffer = get(momentum_buffer_ptr, at, live, MASKED)
     # -- update  (specs/rmsprop.py)
     g = tl.fma(weight_decay, p, g)                     # 27  g = l2(g, p, weight_decay)
-    p_mul = one_minus_alpha * g
-    grad_avg = tl.fma(alpha, grad_avg, p_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
-    square_avg = tl.fma(p_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
+    g_mul = one_minus_alpha * g
+    grad_avg = tl.fma(alpha, grad_avg, g_mul)          # 31  grad_avg = alpha * grad_avg + (1 - alpha) * g
+    square_avg = tl.fma(g_mul, g, alpha * square_avg)  # 28  square_avg = alpha * square_avg + (1 - alpha) * g * g
     # 33  variance = maximum(square_avg - grad_avg * grad_avg, 0.0)
     variance = tl.maximum(tl.fma(minus(grad_avg), grad_avg, square_avg), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # 36  momentum_buffer = momentum * momentum_buffer + update
@@ -3426,25 +3426,25 @@ def rmsprop_float16_centered_has_momentum_small_tile(
     put(square_avg_ptr, at, square_avg, live, MASKED)
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -47,12 +47,12 @@ struct rprop_float32 {
             const F step_size = load(step_size_at + i);
             const F p = load(p_at + i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
@@ -93,18 +93,18 @@ struct rprop_bfloat16 {
             const U16 p_stored = raw(p_at + i);
             const F p = widened(p_stored);                                         // bf16, nearest
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(prev_at + i, prev_2);
             store(step_size_at + i, step_size_2);
         }
@@ -141,12 +141,12 @@ struct rprop_float16 {
             const U16 p_stored = raw(p_at + i);
             const F p = widen_half(p_stored);                                      // f16, nearest
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size

@@ -37,11 +37,11 @@ def rprop_float32(
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
@@ -70,11 +70,11 @@ def rprop_bfloat16(
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
@@ -82,7 +82,7 @@ def rprop_bfloat16(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(prev_tensor, prev)
     b.store(step_size_tensor, step_size)
 
@@ -105,11 +105,11 @@ def rprop_float16(
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
@@ -169,7 +169,7 @@ def rprop_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "prev": b.flat(in_prev),
         "step_size": b.flat(in_step_size),
     }

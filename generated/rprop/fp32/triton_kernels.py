@@ -36,11 +36,11 @@ def rprop_float32_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g_2)      # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
@@ -116,11 +116,11 @@ def rprop_bfloat16_tile(
     p = widened(p_stored)  # bf16, nearest
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)        # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
@@ -129,7 +129,7 @@ def rprop_bfloat16_tile(
     put(step_size_ptr, at, step_size, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -198,11 +198,11 @@ def rprop_float16_tile(
     p = p_stored.to(tl.float32)  # f16, nearest
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)        # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size

@@ -54,23 +54,23 @@ struct rprop_float32 {
         alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_step_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
-        alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_divisor_mul_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -80,13 +80,13 @@ struct rprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_scale = raw(prev_scale_at + b);
             const I prev_scale_bits = to_int(prev_scale) << 15;
-            const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
-            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
+            const I prev_scale_bits_2 = prev_scale_bits & 0x7fffffff;
+            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(I(4), step_size_header & 255);
-            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
-            const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
+            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) - 0x4b400000;
+            const I step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
             const F prev_scale_mul = grad_scale * prev_scale_2;
             store(step_size_middle_2_kept + b, step_size_middle_2);
@@ -103,7 +103,8 @@ struct rprop_float32 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -117,21 +118,21 @@ struct rprop_float32 {
                 const F p = load(p_at + i);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g * prev_code_2 / (254.0f - prev_bend));
-                const M prev_scale_lt = agreement < 0.0f;
-                const F prev = where(prev_scale_lt, F(0.0f), g_2);                   // 27  prev = where(agreement < 0, 0.0, g)
+                const M agreement_lt = agreement < 0.0f;
+                const F prev = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-                const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
+                const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
-                const F prev_scale_abs = abs(prev);
+                const F prev_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -151,28 +152,28 @@ struct rprop_float32 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F prev = load(prev_kept + b);
             const I step_size_pattern = load(step_size_pattern_kept + b);
-            const I prev_up = max(I(75497472), prev_top) + 32767;
-            const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I step_size_above = (step_size_largest + 524288 >> 22) + 1;
-            const I step_size_below = smallest_of_block + -524288 >> 22;
+            const I prev_up = max(I(0x4800000), prev_top) + 32767;
+            const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
+            const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
+            const F prev_divisor_mul = as_float(prev_divisor) * 0.003937007859349251f;
+            const I step_size_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I step_size_above = (step_size_largest + 0x80000 >> 22) + 1;
+            const I step_size_below = smallest_of_block - 0x80000 >> 22;
             const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_base_sub = 0x5f700000 - step_size_base;
             const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
-            const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            store(prev_scale_add_kept + b, prev_scale_add);
+            const I step_size_half_add = step_size_half * step_size_scale - 0x800000;
+            const I step_size_header_2 = step_size_first - 128 << 8 | step_size_cells_2;
+            store(step_size_half_add_kept + b, step_size_half_add);
             store(step_size_base_kept + b, step_size_base);
-            store(prev_scale_sub_kept + b, prev_scale_sub);
+            store(step_size_base_sub_kept + b, step_size_base_sub);
             store(step_size_scale_kept + b, step_size_scale);
-            store(prev_scale_mul_2_kept + b, prev_scale_mul_2);
+            store(prev_divisor_mul_kept + b, prev_divisor_mul);
             store(prev_scale_at + b, prev_up_2 >> 15);
             store(step_size_range_at + b, step_size_header_2);
         }
@@ -183,18 +184,19 @@ struct rprop_float32 {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
-            const I prev_scale_add(prev_scale_add_kept[b]);
+            const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
-            const I prev_scale_sub(prev_scale_sub_kept[b]);
+            const I step_size_base_sub(step_size_base_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
-            const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_divisor_mul(prev_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
         }
@@ -229,12 +231,12 @@ struct rprop_float32_small {
             const F step_size = load(step_size_at + i);
             const F p = load(p_at + i);
             const F agreement = grad_scale * (g * prev);                           // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g_2);                            // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g_2);                    // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
@@ -281,23 +283,23 @@ struct rprop_bfloat16 {
         alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_step_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
-        alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_divisor_mul_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -307,13 +309,13 @@ struct rprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_scale = raw(prev_scale_at + b);
             const I prev_scale_bits = to_int(prev_scale) << 15;
-            const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
-            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
+            const I prev_scale_bits_2 = prev_scale_bits & 0x7fffffff;
+            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(I(4), step_size_header & 255);
-            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
-            const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
+            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) - 0x4b400000;
+            const I step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
             const F prev_scale_mul = grad_scale * prev_scale_2;
             store(step_size_middle_2_kept + b, step_size_middle_2);
@@ -330,7 +332,8 @@ struct rprop_bfloat16 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -344,25 +347,25 @@ struct rprop_bfloat16 {
                 const F step_size_value = as_float(step_size_middle_2 + step_size_piece * step_size_step);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);    // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);     // bf16 and 8 more bits, stochastic
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
-                const M prev_scale_lt = agreement < 0.0f;
-                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
+                const M agreement_lt = agreement < 0.0f;
+                const F prev = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-                const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
+                const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
-                const F prev_scale_abs = abs(prev);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                const F prev_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -383,28 +386,28 @@ struct rprop_bfloat16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F prev = load(prev_kept + b);
             const I step_size_pattern = load(step_size_pattern_kept + b);
-            const I prev_up = max(I(75497472), prev_top) + 32767;
-            const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I step_size_above = (step_size_largest + 524288 >> 22) + 1;
-            const I step_size_below = smallest_of_block + -524288 >> 22;
+            const I prev_up = max(I(0x4800000), prev_top) + 32767;
+            const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
+            const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
+            const F prev_divisor_mul = as_float(prev_divisor) * 0.003937007859349251f;
+            const I step_size_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I step_size_above = (step_size_largest + 0x80000 >> 22) + 1;
+            const I step_size_below = smallest_of_block - 0x80000 >> 22;
             const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_base_sub = 0x5f700000 - step_size_base;
             const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
-            const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            store(prev_scale_add_kept + b, prev_scale_add);
+            const I step_size_half_add = step_size_half * step_size_scale - 0x800000;
+            const I step_size_header_2 = step_size_first - 128 << 8 | step_size_cells_2;
+            store(step_size_half_add_kept + b, step_size_half_add);
             store(step_size_base_kept + b, step_size_base);
-            store(prev_scale_sub_kept + b, prev_scale_sub);
+            store(step_size_base_sub_kept + b, step_size_base_sub);
             store(step_size_scale_kept + b, step_size_scale);
-            store(prev_scale_mul_2_kept + b, prev_scale_mul_2);
+            store(prev_divisor_mul_kept + b, prev_divisor_mul);
             store(prev_scale_at + b, prev_up_2 >> 15);
             store(step_size_range_at + b, step_size_header_2);
         }
@@ -416,18 +419,19 @@ struct rprop_bfloat16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
-            const I prev_scale_add(prev_scale_add_kept[b]);
+            const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
-            const I prev_scale_sub(prev_scale_sub_kept[b]);
+            const I step_size_base_sub(step_size_base_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
-            const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_divisor_mul(prev_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
         }
@@ -459,12 +463,12 @@ struct rprop_bfloat16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -481,21 +485,21 @@ struct rprop_bfloat16_small {
             const F step_size = load(step_size_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);      // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);       // bf16 and 8 more bits, stochastic
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(prev_at + i, prev_2);
@@ -540,23 +544,23 @@ struct rprop_float16 {
         alignas(64) int32_t step_size_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_step_kept[TILE / BLOCK];
         alignas(64) float prev_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_add_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_base_kept[TILE / BLOCK];
-        alignas(64) int32_t prev_scale_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t step_size_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t step_size_scale_kept[TILE / BLOCK];
-        alignas(64) float prev_scale_mul_2_kept[TILE / BLOCK];
+        alignas(64) float prev_divisor_mul_kept[TILE / BLOCK];
         I prev_top_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -566,13 +570,13 @@ struct rprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I16 prev_scale = raw(prev_scale_at + b);
             const I prev_scale_bits = to_int(prev_scale) << 15;
-            const I prev_scale_bits_2 = prev_scale_bits & 2147483647;
-            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 2139095040, I(2139095039), prev_scale_bits_2));
+            const I prev_scale_bits_2 = prev_scale_bits & 0x7fffffff;
+            const F prev_scale_2 = as_float(where(prev_scale_bits_2 == 0x7f800000, I(0x7f7fffff), prev_scale_bits_2));
             const I16 step_size_range = raw(step_size_range_at + b);
             const I step_size_header = to_int(step_size_range);
             const I step_size_cells = max(I(4), step_size_header & 255);
-            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) + -1262485504;
-            const I step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1);
+            const I step_size_step = bits(fma(4194304.0f, 1.0f / to_float(step_size_cells), 12582912.0f)) - 0x4b400000;
+            const I step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1);
             const I step_size_middle_2 = where(step_size_header == 0, I(0), step_size_middle);
             const F prev_scale_mul = grad_scale * prev_scale_2;
             store(step_size_middle_2_kept + b, step_size_middle_2);
@@ -589,7 +593,8 @@ struct rprop_float16 {
             I prev_top(INT32_MIN);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -605,43 +610,43 @@ struct rprop_float16 {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 // 22  agreement = g * prev
                 const F agreement = prev_scale_mul * (g_cast * prev_code_2 / (254.0f - prev_bend));
-                const M prev_scale_lt = agreement < 0.0f;
-                const F prev = where(prev_scale_lt, F(0.0f), g);                     // 27  prev = where(agreement < 0, 0.0, g)
+                const M agreement_lt = agreement < 0.0f;
+                const F prev = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
                 // 23  size = step_size + where(t > 1, 0.0, lr)
                 const F size = fma(step_size_value, step_size_value, where_lt_one_t_zero_lr);
                 // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-                const F scaled = where(0.0f < agreement, etaplus * size, where(prev_scale_lt, etaminus * size, size));
+                const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
                 // 25  step_size = clip(scaled, step_size_min, step_size_max)
                 const F step_size = min(max(scaled, step_size_min), step_size_max);
                 const F p_2 = fma(-sign(prev), step_size, p);                        // 28  p = p - sign(prev) * step_size
-                const I prev_scale_bitcast = bits(p_2);
-                const I p_sign = prev_scale_bitcast >> 16 & 32768;
-                const I p_magnitude = prev_scale_bitcast & 2147483647;
-                const F prev_scale_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * prev_scale_bitcast_2;
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(prev_scale_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
-                const F prev_scale_abs = abs(prev);
+                const F prev_abs = abs(prev);
                 const I step_size_pattern = bits(sqrt(step_size));
-                prev_top = larger<RAGGED>(prev_top, bits(prev_scale_abs), i, end);
+                prev_top = larger<RAGGED>(prev_top, bits(prev_abs), i, end);
                 largest_of_block = larger<RAGGED>(largest_of_block, step_size_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, step_size_pattern, i, end);
                 store(noise_kept + i, noise);
@@ -662,28 +667,28 @@ struct rprop_float16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const F prev = load(prev_kept + b);
             const I step_size_pattern = load(step_size_pattern_kept + b);
-            const I prev_up = max(I(75497472), prev_top) + 32767;
-            const I prev_up_2 = where(prev_top < 2139095040, prev_up, I(2143289344));
-            const I prev_divisor = min(I(2139095039), prev_up_2 & 2147450880);
-            const F prev_scale_mul_2 = as_float(prev_divisor) * 0.003937007859349251f;
-            const I step_size_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I step_size_above = (step_size_largest + 524288 >> 22) + 1;
-            const I step_size_below = smallest_of_block + -524288 >> 22;
+            const I prev_up = max(I(0x4800000), prev_top) + 32767;
+            const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
+            const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
+            const F prev_divisor_mul = as_float(prev_divisor) * 0.003937007859349251f;
+            const I step_size_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I step_size_above = (step_size_largest + 0x80000 >> 22) + 1;
+            const I step_size_below = smallest_of_block - 0x80000 >> 22;
             const I step_size_units = min(I(64), max(I(1), step_size_above - max(I(128), step_size_below)));
             const I step_size_first = step_size_above - step_size_units;
             const I step_size_start = step_size_first << 22;
             const I step_size_half = step_size_units * 10240;
             const I step_size_base = step_size_start + step_size_half;
-            const I prev_scale_sub = 1601175552 - step_size_base;
+            const I step_size_base_sub = 0x5f700000 - step_size_base;
             const I step_size_cells_2 = min(I(255), to_int(256.5f / to_float(step_size_units)));
             const I step_size_scale = step_size_cells_2 << 2;
-            const I prev_scale_add = step_size_half * step_size_scale + -8388608;
-            const I step_size_header_2 = step_size_first + -128 << 8 | step_size_cells_2;
-            store(prev_scale_add_kept + b, prev_scale_add);
+            const I step_size_half_add = step_size_half * step_size_scale - 0x800000;
+            const I step_size_header_2 = step_size_first - 128 << 8 | step_size_cells_2;
+            store(step_size_half_add_kept + b, step_size_half_add);
             store(step_size_base_kept + b, step_size_base);
-            store(prev_scale_sub_kept + b, prev_scale_sub);
+            store(step_size_base_sub_kept + b, step_size_base_sub);
             store(step_size_scale_kept + b, step_size_scale);
-            store(prev_scale_mul_2_kept + b, prev_scale_mul_2);
+            store(prev_divisor_mul_kept + b, prev_divisor_mul);
             store(prev_scale_at + b, prev_up_2 >> 15);
             store(step_size_range_at + b, step_size_header_2);
         }
@@ -695,18 +700,19 @@ struct rprop_float16 {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
-            const I prev_scale_add(prev_scale_add_kept[b]);
+            const I step_size_half_add(step_size_half_add_kept[b]);
             const I step_size_base(step_size_base_kept[b]);
-            const I prev_scale_sub(prev_scale_sub_kept[b]);
+            const I step_size_base_sub(step_size_base_sub_kept[b]);
             const I step_size_scale(step_size_scale_kept[b]);
-            const F prev_scale_mul_2(prev_scale_mul_2_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F prev_divisor_mul(prev_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I step_size_pattern = load(step_size_pattern_kept + i);
                 const F prev = load(prev_kept + i);
-                const I step_size_offset = lshr(noise, 8) + prev_scale_add;
-                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, prev_scale_sub)) * step_size_scale + step_size_offset;
-                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_scale_mul_2), 12583040.0f)));
+                const I step_size_offset = lshr(noise, 8) + step_size_half_add;
+                const I step_size_position = max(I(0), min(step_size_pattern - step_size_base, step_size_base_sub)) * step_size_scale + step_size_offset;
+                store(prev_at + i, bits(fma(prev, 1.0f / fma(0.003937007859349251f, abs(prev), prev_divisor_mul), 12583040.0f)));
                 store_byte<3>(step_size_at + i, step_size_position);
             }
         }
@@ -738,12 +744,12 @@ struct rprop_float16_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -762,38 +768,38 @@ struct rprop_float16_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F agreement = grad_scale * (g_cast * prev);                      // 22  agreement = g * prev
-            const M g_lt = agreement < 0.0f;
-            const F prev_2 = where(g_lt, F(0.0f), g);                              // 27  prev = where(agreement < 0, 0.0, g)
+            const M agreement_lt = agreement < 0.0f;
+            const F prev_2 = where(agreement_lt, F(0.0f), g);                      // 27  prev = where(agreement < 0, 0.0, g)
             // 23  size = step_size + where(t > 1, 0.0, lr)
             const F size = step_size + where_lt_one_t_zero_lr;
             // 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-            const F scaled = where(0.0f < agreement, etaplus * size, where(g_lt, etaminus * size, size));
+            const F scaled = where(0.0f < agreement, etaplus * size, where(agreement_lt, etaminus * size, size));
             // 25  step_size = clip(scaled, step_size_min, step_size_max)
             const F step_size_2 = min(max(scaled, step_size_min), step_size_max);
             const F p_2 = fma(-sign(prev_2), step_size_2, p);                      // 28  p = p - sign(prev) * step_size
-            const I g_bitcast = bits(p_2);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

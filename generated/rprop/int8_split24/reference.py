@@ -36,8 +36,8 @@ def rprop_float32(
     g = grad_scale * g
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -48,7 +48,7 @@ def rprop_float32(
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -57,46 +57,46 @@ def rprop_float32(
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
-    g_abs = prev.abs()
-    prev_top = block_max(g_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    g_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = prev / (g_mul + g_abs * 0.003937007874015748)
+    prev_abs = prev.abs()
+    prev_top = block_max(prev_abs.view(torch.int32), b.live)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = prev / (prev_divisor_mul + prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(step_size).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, b.live) - 0x80000 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    g_sub_2 = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
-    step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    step_size_half_sub = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise >> 8 & 0xffffff) + step_size_half_sub
+    step_size_position = torch.minimum(step_size_pattern - step_size_base, step_size_base_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, p)
@@ -123,11 +123,11 @@ def rprop_float32_small(
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
@@ -153,13 +153,13 @@ def rprop_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -170,7 +170,7 @@ def rprop_bfloat16(
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -179,48 +179,48 @@ def rprop_bfloat16(
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    g_abs = prev.abs()
-    prev_top = block_max(g_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    g_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = prev / (g_mul + g_abs * 0.003937007874015748)
+    prev_abs = prev.abs()
+    prev_top = block_max(prev_abs.view(torch.int32), b.live)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = prev / (prev_divisor_mul + prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(step_size).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, b.live) - 0x80000 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    g_sub_2 = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
-    step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
+    step_size_half_sub = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise >> 8 & 0xffffff) + step_size_half_sub
+    step_size_position = torch.minimum(step_size_pattern - step_size_base, step_size_base_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -245,32 +245,32 @@ def rprop_bfloat16_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -296,16 +296,16 @@ def rprop_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -316,7 +316,7 @@ def rprop_float16(
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -325,60 +325,60 @@ def rprop_float16(
     step_size = step_size_value * step_size_value
     # -- update  (specs/rprop.py)
     agreement = g * prev_value                 # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    g_abs = prev.abs()
-    prev_top = block_max(g_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    g_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = prev / (g_mul + g_abs * 0.003937007874015748)
+    prev_abs = prev.abs()
+    prev_top = block_max(prev_abs.view(torch.int32), b.live)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = prev / (prev_divisor_mul + prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(step_size).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, b.live) - 524288 >> 22
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, b.live) - 0x80000 >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    g_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    g_sub_2 = step_size_half * step_size_scale - 8388608
-    step_size_offset = (noise >> 8 & 0xffffff) + g_sub_2
-    step_size_position = torch.minimum(step_size_pattern - step_size_base, g_sub).clamp(min=0) * step_size_scale + step_size_offset
+    step_size_half_sub = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise >> 8 & 0xffffff) + step_size_half_sub
+    step_size_position = torch.minimum(step_size_pattern - step_size_base, step_size_base_sub).clamp(min=0) * step_size_scale + step_size_offset
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -406,46 +406,46 @@ def rprop_float16_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     # -- update  (specs/rprop.py)
     agreement = g * prev                       # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = torch.where(g_lt, 0.0, g)           # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = torch.where(agreement_lt, 0.0, g)   # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr  # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(g_lt, size * etaminus, size))
+    scaled = torch.where(0.0 < agreement, size * etaplus, torch.where(agreement_lt, size * etaminus, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = torch.minimum(torch.maximum(scaled, step_size_min), step_size_max)
     # 28  p = p - sign(prev) * step_size
     p = p - torch.where(prev > 0, 1.0, torch.where(prev < 0, -1.0, prev)) * step_size
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -460,8 +460,8 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
     p = b.elements(p_tensor)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -472,7 +472,7 @@ def rprop_float32_decode(p_tensor, prev_tensor, prev_scale_tensor, step_size_ten
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -494,22 +494,22 @@ def rprop_float32_encode(values):
     in_step_size = b.elements(values["step_size"])
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = in_prev / (prev_divisor_mul + in_prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     step_size_above = (step_size_largest >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
-    in_step_size_sub = 1601175552 - step_size_start
+    step_size_start_sub = 0x5f700000 - step_size_start
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
+    step_size_position = torch.minimum(step_size_pattern - step_size_start, step_size_start_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     return {
@@ -556,11 +556,11 @@ def rprop_bfloat16_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -571,7 +571,7 @@ def rprop_bfloat16_decode(
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -591,26 +591,26 @@ def rprop_bfloat16_encode(values):
     in_p = b.elements(values["p"])
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = in_prev / (prev_divisor_mul + in_prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     step_size_above = (step_size_largest >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
-    in_step_size_sub = 1601175552 - step_size_start
+    step_size_start_sub = 0x5f700000 - step_size_start
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
+    step_size_position = torch.minimum(step_size_pattern - step_size_start, step_size_start_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     return {
@@ -630,7 +630,7 @@ def rprop_bfloat16_small_decode(p_tensor, weight_low_tensor, prev_tensor, step_s
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     return {
@@ -646,7 +646,7 @@ def rprop_bfloat16_small_encode(values):
     in_p = b.elements(values["p"])
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -668,14 +668,14 @@ def rprop_float16_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     prev_scale = b.per_block(prev_scale_tensor)
     prev_scale_bits = prev_scale.to(torch.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = torch.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).view(torch.float32)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = torch.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).view(torch.float32)
     prev_code = b.elements(prev_tensor)
     prev_piece = prev_code.to(torch.int32)
     prev_code = prev_piece.to(torch.float32)
@@ -686,7 +686,7 @@ def rprop_float16_decode(
     step_size_header = step_size_range.to(torch.int32)
     step_size_cells = (step_size_header & 255).clamp(min=4)
     step_size_step = quotient(4194304.0, step_size_cells.to(torch.float32)).round().to(torch.int32)
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = torch.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = b.elements(step_size_tensor)
     step_size_piece = step_size_code.to(torch.int32)
@@ -707,36 +707,36 @@ def rprop_float16_encode(values):
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_prev_abs = in_prev.abs()
     prev_top = block_max(in_prev_abs.view(torch.int32), b.live)
-    prev_up = prev_top.clamp(min=75497472) + 32767
-    prev_up = torch.where(prev_top < 2139095040, prev_up, 2143289344)
-    prev_divisor = (prev_up & 2147450880).clamp(max=2139095039)
-    in_prev_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
-    prev_exact = in_prev / (in_prev_mul + in_prev_abs * 0.003937007874015748)
+    prev_up = prev_top.clamp(min=0x4800000) + 32767
+    prev_up = torch.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
+    prev_divisor = (prev_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    prev_divisor_mul = prev_divisor.view(torch.float32) * 0.003937007874015748
+    prev_exact = in_prev / (prev_divisor_mul + in_prev_abs * 0.003937007874015748)
     step_size_pattern = sqrt(in_step_size + 0.0).view(torch.int32)
-    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    step_size_largest = block_max(step_size_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     step_size_above = (step_size_largest >> 22) + 1
     step_size_below = block_min(step_size_pattern, b.live) >> 22
     step_size_units = (step_size_above - step_size_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
-    in_step_size_sub = 1601175552 - step_size_start
+    step_size_start_sub = 0x5f700000 - step_size_start
     step_size_cells = quotient(256.5, step_size_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     step_size_scale = step_size_cells << 2
-    step_size_position = torch.minimum(step_size_pattern - step_size_start, in_step_size_sub).clamp(min=0) * step_size_scale
+    step_size_position = torch.minimum(step_size_pattern - step_size_start, step_size_start_sub).clamp(min=0) * step_size_scale
     step_size_code = step_size_position >> 24 & 0xff
     step_size_header = step_size_first - 128 << 8 | step_size_cells
     return {
@@ -759,10 +759,10 @@ def rprop_float16_small_decode(p_tensor, weight_low_tensor, prev_tensor, step_si
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     prev = b.elements(prev_tensor)
     step_size = b.elements(step_size_tensor)
     return {
@@ -779,16 +779,16 @@ def rprop_float16_small_encode(values):
     in_prev = b.elements(values["prev"])
     in_step_size = b.elements(values["step_size"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

@@ -32,8 +32,8 @@ def rprop_float32_tile(
     # -- load and decode
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g = widened(get(g_ptr, at, live, MASKED))
     prev_code = get(prev_ptr, at, live, MASKED)
     prev_code = counter(prev_code) - 8388736.0
@@ -42,8 +42,8 @@ def rprop_float32_tile(
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
-    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
@@ -53,50 +53,50 @@ def rprop_float32_tile(
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g * prev_code * reciprocal(254.0 - prev_bend))
-    prev_scale_lt = agreement < 0.0
-    prev = tl.where(prev_scale_lt, 0.0, g_2)                                 # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g_2)                                  # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(p_ptr, at, p, live, MASKED)
-    prev_scale_abs = tl.abs(prev)
+    prev_abs = tl.abs(prev)
     prev_top = block_magnitude(prev, live, MASKED)
-    prev_up = tl.maximum(prev_top, 75497472) + 32767
-    prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    prev_up = tl.maximum(prev_top, 0x4800000) + 32767
+    prev_up = tl.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
+    prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
-    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
+    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, live, MASKED) - 0x80000 >> 22
     step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    prev_scale_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
     step_size_scale = step_size_cells << 2
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    prev_scale_add = step_size_half * step_size_scale + -8388608
-    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    step_size_half_add = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
+    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
+    step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -205,11 +205,11 @@ def rprop_float32_small_tile(
     p = get(p_ptr, at, live, MASKED)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g * prev)          # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g_2)              # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g_2)      # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
@@ -279,8 +279,8 @@ def rprop_bfloat16_tile(
     # -- load and decode
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = widened(g_stored)
     prev_code = get(prev_ptr, at, live, MASKED)
@@ -290,8 +290,8 @@ def rprop_bfloat16_tile(
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
-    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
@@ -299,58 +299,58 @@ def rprop_bfloat16_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g_cast * prev_code * reciprocal(254.0 - prev_bend))
-    prev_scale_lt = agreement < 0.0
-    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)                                    # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise & 255) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise & 255) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
-    prev_scale_abs = tl.abs(prev)
+    prev_abs = tl.abs(prev)
     prev_top = block_magnitude(prev, live, MASKED)
-    prev_up = tl.maximum(prev_top, 75497472) + 32767
-    prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    prev_up = tl.maximum(prev_top, 0x4800000) + 32767
+    prev_up = tl.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
+    prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
-    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
+    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, live, MASKED) - 0x80000 >> 22
     step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    prev_scale_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
     step_size_scale = step_size_cells << 2
-    prev_scale_add = step_size_half * step_size_scale + -8388608
-    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
+    step_size_half_add = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
+    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
+    step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -463,29 +463,29 @@ def rprop_bfloat16_small_tile(
     p_stored = get(p_ptr, at, live, MASKED)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     # bf16 and 8 more bits, stochastic
-    p = (joined(p_stored, weight_low_code) + -32768).to(tl.float32, bitcast=True)
+    p = (joined(p_stored, weight_low_code) - 32768).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)        # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(prev_ptr, at, prev, live, MASKED)
     put(step_size_ptr, at, step_size, live, MASKED)
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 2143289344) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 32768)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    p_word = tl.minimum(p.to(tl.int32, bitcast=True), 0x7fc00000) + ((noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True) + 0x8000)
     put(p_ptr, at, (p_word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
     p_low = byte(p_word, 1)
     put(weight_low_ptr, at, p_low, live, MASKED)
@@ -574,8 +574,8 @@ def rprop_float16_tile(
     # -- load and decode
     prev_scale = get(prev_scale_ptr, at_block, live_block, MASKED)
     prev_scale_bits = prev_scale.to(tl.int32) << 15
-    prev_scale_bits = prev_scale_bits & 2147483647
-    prev_scale = tl.where(prev_scale_bits == 2139095040, 2139095039, prev_scale_bits).to(tl.float32, bitcast=True)
+    prev_scale_bits = prev_scale_bits & 0x7fffffff
+    prev_scale = tl.where(prev_scale_bits == 0x7f800000, 0x7f7fffff, prev_scale_bits).to(tl.float32, bitcast=True)
     g_stored = get(g_ptr, at, live, MASKED)
     g_cast = g_stored.to(tl.float32)
     prev_code = get(prev_ptr, at, live, MASKED)
@@ -585,8 +585,8 @@ def rprop_float16_tile(
     step_size_range = get(step_size_range_ptr, at_block, live_block, MASKED)
     step_size_header = step_size_range.to(tl.int32)
     step_size_cells = tl.maximum(step_size_header & 255, 4)
-    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) + -1262485504
-    step_size_middle = ((step_size_header & 65280) << 14) + 536870912 + (step_size_step >> 1)
+    step_size_step = tl.fma(4194304.0, inverse(step_size_cells.to(tl.float32)), 12582912.0).to(tl.int32, bitcast=True) - 0x4b400000
+    step_size_middle = ((step_size_header & 0xff00) << 14) + 0x20000000 + (step_size_step >> 1)
     step_size_middle = tl.where(step_size_header == 0, 0, step_size_middle)
     step_size_code = get(step_size_ptr, at, live, MASKED)
     step_size_piece = apart(step_size_code)
@@ -595,75 +595,75 @@ def rprop_float16_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     prev_scale_mul = grad_scale * prev_scale
     # 22  agreement = g * prev
     agreement = prev_scale_mul[:, None] * (g_cast * prev_code * reciprocal(254.0 - prev_bend))
-    prev_scale_lt = agreement < 0.0
-    prev = tl.where(prev_scale_lt, 0.0, g)                                   # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)                                    # 27  prev = where(agreement < 0, 0.0, g)
     # 23  size = step_size + where(t > 1, 0.0, lr)
     size = tl.fma(step_size_value, step_size_value, where_lt_one_t_zero_lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(prev_scale_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)                              # 28  p = p - sign(prev) * step_size
     # -- encode and store
-    prev_scale_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = prev_scale_bitcast >> 16 & 32768
-    p_magnitude = prev_scale_bitcast & 2147483647
-    prev_scale_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * prev_scale_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217736 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
+    noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_and | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_and >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(prev_scale_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)
-    prev_scale_abs = tl.abs(prev)
+    prev_abs = tl.abs(prev)
     prev_top = block_magnitude(prev, live, MASKED)
-    prev_up = tl.maximum(prev_top, 75497472) + 32767
-    prev_up = tl.where(prev_top < 2139095040, prev_up, 2143289344)
+    prev_up = tl.maximum(prev_top, 0x4800000) + 32767
+    prev_up = tl.where(prev_top < 0x7f800000, prev_up, 0x7fc00000)
     put(prev_scale_ptr, at_block, (prev_up >> 15).to(tl.int16), live_block, MASKED)
-    prev_divisor = tl.minimum(prev_up & 2147450880, 2139095039)
-    prev_scale_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
-    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_scale_abs, prev_scale_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
+    prev_divisor = tl.minimum(prev_up & 0x7fff8000, 0x7f7fffff)
+    prev_divisor_mul = prev_divisor.to(tl.float32, bitcast=True) * 0.003937007874015748
+    put(prev_ptr, at, tl.fma(prev, reciprocal(tl.fma(0.003937007874015748, prev_abs, prev_divisor_mul[:, None])), 12583040.0).to(tl.int32, bitcast=True).to(tl.uint8), live, MASKED)
     step_size_pattern = tl.sqrt(step_size).to(tl.int32, bitcast=True)
-    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 536870912), 1601175552)
-    step_size_above = (step_size_largest + 524288 >> 22) + 1
-    step_size_below = block_min(step_size_pattern, live, MASKED) + -524288 >> 22
+    step_size_largest = tl.minimum(tl.maximum(block_max(step_size_pattern, live, MASKED), 0x20000000), 0x5f700000)
+    step_size_above = (step_size_largest + 0x80000 >> 22) + 1
+    step_size_below = block_min(step_size_pattern, live, MASKED) - 0x80000 >> 22
     step_size_units = tl.minimum(tl.maximum(step_size_above - tl.maximum(step_size_below, 128), 1), 64)
     step_size_first = step_size_above - step_size_units
     step_size_start = step_size_first << 22
     step_size_half = step_size_units * 10240
     step_size_base = step_size_start + step_size_half
-    prev_scale_sub = 1601175552 - step_size_base
+    step_size_base_sub = 0x5f700000 - step_size_base
     step_size_cells = tl.minimum((256.5 * inverse(step_size_units.to(tl.float32))).to(tl.int32), 255)
     step_size_scale = step_size_cells << 2
-    prev_scale_add = step_size_half * step_size_scale + -8388608
-    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + prev_scale_add[:, None]
-    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], prev_scale_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
+    step_size_half_add = step_size_half * step_size_scale - 0x800000
+    step_size_offset = (noise.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True) + step_size_half_add[:, None]
+    step_size_position = tl.maximum(tl.minimum(step_size_pattern - step_size_base[:, None], step_size_base_sub[:, None]), 0) * step_size_scale[:, None] + step_size_offset
     put(step_size_ptr, at, byte(step_size_position, 3), live, MASKED)
-    step_size_header = step_size_first + -128 << 8 | step_size_cells
+    step_size_header = step_size_first - 128 << 8 | step_size_cells
     put(step_size_range_ptr, at_block, step_size_header.to(tl.int16), live_block, MASKED)
 
 
@@ -777,46 +777,46 @@ def rprop_float16_small_tile(
     p_high = p_stored.to(tl.int16, bitcast=True).to(tl.int32)
     weight_low_code = get(weight_low_ptr, at, live, MASKED)
     p_low = apart(weight_low_code)
-    p_offset = p_low + -128
+    p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (2.3283064365386963e-10 * p_wide.to(tl.float32)).to(tl.int32, bitcast=True)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = tl.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = tl.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (tl.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(tl.int32) * 4194304).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 32768) << 16).to(tl.float32, bitcast=True)
+    p = (tl.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(tl.int32) * 0x400000).to(tl.float32, bitcast=True).to(tl.int32, bitcast=True) | (p_high & 0x8000) << 16).to(tl.float32, bitcast=True)
     # -- update  (specs/rprop.py)
     agreement = grad_scale * (g_cast * prev)     # 22  agreement = g * prev
-    g_lt = agreement < 0.0
-    prev = tl.where(g_lt, 0.0, g)                # 27  prev = where(agreement < 0, 0.0, g)
+    agreement_lt = agreement < 0.0
+    prev = tl.where(agreement_lt, 0.0, g)        # 27  prev = where(agreement < 0, 0.0, g)
     size = step_size + where_lt_one_t_zero_lr    # 23  size = step_size + where(t > 1, 0.0, lr)
     # 24  scaled = where(agreement > 0, size * etaplus, where(agreement < 0, size * etaminus, size))
-    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(g_lt, etaminus * size, size))
+    scaled = tl.where(0.0 < agreement, etaplus * size, tl.where(agreement_lt, etaminus * size, size))
     # 25  step_size = clip(scaled, step_size_min, step_size_max)
     step_size = tl.minimum(tl.maximum(scaled, step_size_min, propagate_nan=tl.PropagateNan.ALL), step_size_max, propagate_nan=tl.PropagateNan.ALL)
     p = tl.fma(minus(sign(prev)), step_size, p)  # 28  p = p - sign(prev) * step_size
     # -- encode and store
     put(prev_ptr, at, prev, live, MASKED)
     put(step_size_ptr, at, step_size, live, MASKED)
-    g_bitcast = p.to(tl.int32, bitcast=True)
-    p_sign = g_bitcast >> 16 & 32768
-    p_magnitude = g_bitcast & 2147483647
-    g_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * g_bitcast
-    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -32) * 2146121005
+    p_bitcast = p.to(tl.int32, bitcast=True)
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
+    p_steps = 4294967296.0 * p_magnitude_bitcast
+    word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
     word_mul = (word_xor ^ (word_xor.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -1640531535
-    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 2146121005
+    word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * 0x7feb352d
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (step_key & 31) * 134217728 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
+    noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
     p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (word_lshr | 1258291200).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude + -939524096
-    p_normal = tl.minimum(p_rebiased + (word_lshr >> 3 << 0), 260046848) >> 5
-    p_wide = tl.where(g_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = tl.where(p == p, p_wide, 8257536) + 128
+    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
+    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
     put(weight_low_ptr, at, p_kept, live, MASKED)

@@ -100,7 +100,7 @@ struct schedule_free_adamw_bfloat16 {
             const F z_2 = fma(scalar_5, step, z);                 // 40  z = z - rate * step
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(z_at + i, z_2);
             store(exp_avg_sq_at + i, exp_avg_sq_2);
         }

@@ -82,7 +82,7 @@ struct schedule_free_sgd_bfloat16 {
             const F z_2 = fma(scalar_2, step, z);                 // 36  z = z - rate * step
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(z_at + i, z_2);
         }
     }

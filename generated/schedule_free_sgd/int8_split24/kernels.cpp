@@ -74,12 +74,12 @@ struct schedule_free_sgd_bfloat16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -91,18 +91,18 @@ struct schedule_free_sgd_bfloat16 {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F z = load(z_at + i);
-            const F step = fma(weight_decay, p, g);                            // 34  step = g + weight_decay * p
+            const F step = fma(weight_decay, p, g);                           // 34  step = g + weight_decay * p
             // 35  p = p + c * (z - p) + rate * (momentum * (1 - c) - 1) * step
             const F p_2 = fma(scalar_1, step, fma(c, z - p, p));
-            const F z_2 = fma(scalar_2, step, z);                              // 36  z = z - rate * step
+            const F z_2 = fma(scalar_2, step, z);                             // 36  z = z - rate * step
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(z_at + i, z_2);
@@ -133,12 +133,12 @@ struct schedule_free_sgd_float16 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -152,13 +152,13 @@ struct schedule_free_sgd_float16 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F g = grad_scale * g_stored;
             const F z = load(z_at + i);
@@ -167,20 +167,20 @@ struct schedule_free_sgd_float16 {
             const F p_2 = fma(scalar_1, step, fma(c, z - p, p));
             const F z_2 = fma(scalar_2, step, z);                 // 36  z = z - rate * step
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

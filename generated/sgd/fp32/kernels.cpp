@@ -63,7 +63,7 @@ struct sgd_bfloat16 {
             const F p_2 = p - fma(lr_times_weight_decay, p, lr_times_grad_scale * g_stored);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -153,7 +153,7 @@ struct sgd_bfloat16_has_momentum {
             const F p_2 = fma(minus_lr, momentum_buffer_2, p);  // 25  p = p - lr * update
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }
@@ -264,7 +264,7 @@ struct sgd_bfloat16_nesterov_has_momentum {
             const F momentum_buffer_2 = fma(where_lt_one_t_one_minus_dampening_one, g_2, where_lt_one_t_momentum_zero * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

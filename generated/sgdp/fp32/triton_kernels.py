@@ -288,9 +288,9 @@ def sgdp_float32_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_p = tl.load(tensor_sum_of_p_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
+    tl.store(tensor_sum_of_p_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_p / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
 
 
 @triton.jit
@@ -823,9 +823,9 @@ def sgdp_bfloat16_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_momentum_buffer = tl.load(tensor_sum_of_momentum_buffer_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
+    tl.store(tensor_sum_of_momentum_buffer_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_momentum_buffer / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
 
 
 @triton.jit
@@ -966,7 +966,7 @@ def sgdp_bfloat16_7_tile(
     # -- encode and store
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1495,7 +1495,7 @@ def sgdp_bfloat16_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2215,9 +2215,9 @@ def sgdp_bfloat16_nesterov_4_values(
     delta_over_sqrt_elements = tl.load(delta_over_sqrt_elements_ptr)
     tensor_sum_of_update = tl.load(tensor_sum_of_update_ptr)
     tensor_sum_for_invariant_2_add = tl.sqrt(tensor_sum_for_invariant_2) + eps
-    tensor_sum_for_invariant_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
-    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(tensor_sum_for_invariant_lt, 1.0, 0.0))
-    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(tensor_sum_for_invariant_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
+    delta_over_sqrt_elements_lt = tl.abs(grad_scale * tensor_sum_for_invariant) / (tensor_sum_for_invariant_2_add * (tl.sqrt(grad_scale_times_grad_scale * tensor_sum_for_invariant_3) + eps)) < delta_over_sqrt_elements
+    tl.store(lt_tensor_div_delta_over_sqrt_elements_ptr, tl.where(delta_over_sqrt_elements_lt, 1.0, 0.0))
+    tl.store(tensor_sum_of_update_over_tensor_mul_3_2_ptr, tl.where(delta_over_sqrt_elements_lt, tensor_sum_of_update / (tensor_sum_for_invariant_2_add * tensor_sum_for_invariant_2_add), 0.0))
 
 
 @triton.jit
@@ -2359,7 +2359,7 @@ def sgdp_bfloat16_nesterov_7_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2932,7 +2932,7 @@ def sgdp_bfloat16_nesterov_no_projected_tile(
     put(momentum_buffer_ptr, at, momentum_buffer, live, MASKED)
     p_x_bits = p.to(tl.int32, bitcast=True)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    put(p_ptr, at, (tl.minimum(p_x_bits, 2143289344) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
+    put(p_ptr, at, (tl.minimum(p_x_bits, 0x7fc00000) + p_carry >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), live, MASKED)
 
 
 @triton.jit(do_not_specialize=["step_key"])

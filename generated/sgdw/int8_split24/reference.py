@@ -49,22 +49,22 @@ def sgdw_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
     p = p * one_minus_lr_times_weight_decay  # 24  p = decoupled(p, lr, weight_decay)
     p = p - lr * g                           # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -87,10 +87,10 @@ def sgdw_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     # -- update  (specs/sgdw.py)
@@ -98,25 +98,25 @@ def sgdw_float16(
     p = p - lr * g                           # 25  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -141,8 +141,8 @@ def sgdw_float32_has_momentum(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -157,22 +157,22 @@ def sgdw_float32_has_momentum(
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer_value + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -226,11 +226,11 @@ def sgdw_bfloat16_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -245,23 +245,23 @@ def sgdw_bfloat16_has_momentum(
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer_value + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -288,7 +288,7 @@ def sgdw_bfloat16_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -298,15 +298,15 @@ def sgdw_bfloat16_has_momentum_small(
     momentum_buffer = where_lt_one_t_momentum_zero * momentum_buffer + where_lt_one_t_one_minus_dampening_one * g
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -335,14 +335,14 @@ def sgdw_float16_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -358,34 +358,34 @@ def sgdw_float16_has_momentum(
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -415,10 +415,10 @@ def sgdw_float16_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -429,25 +429,25 @@ def sgdw_float16_has_momentum_small(
     p = p - lr * momentum_buffer             # 25  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -475,8 +475,8 @@ def sgdw_float32_nesterov_has_momentum(
     g = grad_scale * g
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -491,22 +491,22 @@ def sgdw_float32_nesterov_has_momentum(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     b.store(p_tensor, p)
     b.store(momentum_buffer_tensor, (momentum_buffer_pattern + (noise >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(momentum_buffer_scale_tensor, (momentum_buffer_up >> 15).to(torch.int16))
@@ -562,13 +562,13 @@ def sgdw_bfloat16_nesterov_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -583,23 +583,23 @@ def sgdw_bfloat16_nesterov_has_momentum(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -626,7 +626,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
@@ -638,15 +638,15 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
     update = g + momentum * momentum_buffer
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -675,16 +675,16 @@ def sgdw_float16_nesterov_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -700,34 +700,34 @@ def sgdw_float16_nesterov_has_momentum(
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -757,10 +757,10 @@ def sgdw_float16_nesterov_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
@@ -773,25 +773,25 @@ def sgdw_float16_nesterov_has_momentum_small(
     p = p - lr * update                      # 25  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -824,7 +824,7 @@ def sgdw_bfloat16_decode(p_tensor, weight_low_tensor):
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
     }
@@ -834,7 +834,7 @@ def sgdw_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -852,10 +852,10 @@ def sgdw_float16_decode(p_tensor, weight_low_tensor):
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
     }
@@ -866,16 +866,16 @@ def sgdw_float16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -890,8 +890,8 @@ def sgdw_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -911,11 +911,11 @@ def sgdw_float32_has_momentum_encode(values):
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -954,11 +954,11 @@ def sgdw_bfloat16_has_momentum_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -976,15 +976,15 @@ def sgdw_bfloat16_has_momentum_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1000,7 +1000,7 @@ def sgdw_bfloat16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentu
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -1013,7 +1013,7 @@ def sgdw_bfloat16_has_momentum_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1034,14 +1034,14 @@ def sgdw_float16_has_momentum_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1060,25 +1060,25 @@ def sgdw_float16_has_momentum_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1097,10 +1097,10 @@ def sgdw_float16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -1114,16 +1114,16 @@ def sgdw_float16_has_momentum_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

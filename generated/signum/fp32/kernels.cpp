@@ -67,7 +67,7 @@ struct signum_bfloat16 {
             const F p_3 = fma(minus_lr, sign(g), p_2);          // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
         }
     }
 };
@@ -161,7 +161,7 @@ struct signum_bfloat16_has_momentum {
             const F p_3 = fma(minus_lr, sign(momentum_buffer_2), p_2);  // 23  p = p - lr * sign(update)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
     }

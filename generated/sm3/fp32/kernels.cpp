@@ -79,7 +79,7 @@ struct sm3_bfloat16_no_factored {
             const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(accumulator_at + i, accumulator_2);
         }
     }
@@ -195,7 +195,7 @@ struct sm3_bfloat16_has_momentum_no_factored {
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(accumulator_at + i, accumulator_2);
             store(momentum_buffer_at + i, momentum_buffer_2);
         }
@@ -375,7 +375,7 @@ struct sm3_bfloat16_1 {
             const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(accumulator_row_2_at + i, total);
         }
     }
@@ -576,7 +576,7 @@ struct sm3_bfloat16_has_momentum_1 {
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
             const I p_x_bits = bits(p_2);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(momentum_buffer_at + i, momentum_buffer_2);
             store(accumulator_row_2_at + i, total);
         }

@@ -84,7 +84,7 @@ def sm3_bfloat16(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
     # == row: values of rows
     # -- load and decode
@@ -177,7 +177,7 @@ def sm3_bfloat16_no_factored(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(accumulator_tensor, accumulator)
 
 
@@ -277,7 +277,7 @@ def sm3_bfloat16_has_momentum(
     p_carry = (p_x_bits >> 16 & 1) + 32767
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(momentum_buffer_tensor, momentum_buffer)
 
     # == row: values of rows
@@ -390,7 +390,7 @@ def sm3_bfloat16_has_momentum_no_factored(
     # -- encode and store
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16))
+    b.store(p_tensor, (torch.where(p == p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(accumulator_tensor, accumulator)
     b.store(momentum_buffer_tensor, momentum_buffer)
 
@@ -458,7 +458,7 @@ def sm3_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
     }
 
 
@@ -523,7 +523,7 @@ def sm3_bfloat16_no_factored_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "accumulator": b.flat(in_accumulator),
     }
 
@@ -593,7 +593,7 @@ def sm3_bfloat16_has_momentum_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "momentum_buffer": b.flat(in_momentum_buffer),
     }
 
@@ -670,7 +670,7 @@ def sm3_bfloat16_has_momentum_no_factored_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     return {
-        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 2143289344) >> 16).to(torch.int16).view(torch.bfloat16)),
+        "p": b.flat((torch.where(in_p == in_p, p_x_bits + p_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16)),
         "accumulator": b.flat(in_accumulator),
         "momentum_buffer": b.flat(in_momentum_buffer),
     }

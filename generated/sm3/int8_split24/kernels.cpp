@@ -47,21 +47,21 @@ struct sm3_float32_no_factored {
         alignas(64) int32_t accumulator_pattern_kept[TILE];
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -72,8 +72,8 @@ struct sm3_float32_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -86,7 +86,8 @@ struct sm3_float32_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -119,22 +120,22 @@ struct sm3_float32_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
             store(accumulator_range_at + b, accumulator_header_2);
         }
@@ -144,15 +145,16 @@ struct sm3_float32_no_factored {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 store_byte<3>(accumulator_at + i, accumulator_position);
             }
         }
@@ -219,21 +221,21 @@ struct sm3_bfloat16_no_factored {
         alignas(64) int32_t accumulator_pattern_kept[TILE];
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -244,8 +246,8 @@ struct sm3_bfloat16_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -258,7 +260,8 @@ struct sm3_bfloat16_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -269,7 +272,7 @@ struct sm3_bfloat16_no_factored {
                 const F accumulator = accumulator_value * accumulator_value;
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
                 const F g_cast = g_stored;
                 // 42  accumulator = accumulator + g * g
                 const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
@@ -278,7 +281,7 @@ struct sm3_bfloat16_no_factored {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
@@ -296,22 +299,22 @@ struct sm3_bfloat16_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
             store(accumulator_range_at + b, accumulator_header_2);
         }
@@ -322,15 +325,16 @@ struct sm3_bfloat16_no_factored {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 store_byte<3>(accumulator_at + i, accumulator_position);
             }
         }
@@ -358,12 +362,12 @@ struct sm3_bfloat16_no_factored_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -377,7 +381,7 @@ struct sm3_bfloat16_no_factored_small {
             const F accumulator = load(accumulator_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
@@ -386,7 +390,7 @@ struct sm3_bfloat16_no_factored_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_at + i, accumulator_2);
@@ -423,21 +427,21 @@ struct sm3_float16_no_factored {
         alignas(64) int32_t accumulator_pattern_kept[TILE];
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -448,8 +452,8 @@ struct sm3_float16_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -462,7 +466,8 @@ struct sm3_float16_no_factored {
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -475,33 +480,33 @@ struct sm3_float16_no_factored {
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F g_cast = g_stored;
                 // 42  accumulator = accumulator + g * g
                 const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
                 // 48  p = p - lr * update
                 const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-                const I g_bitcast = bits(p_2);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I word_and_2 = noise & 255;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
@@ -520,22 +525,22 @@ struct sm3_float16_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
             store(accumulator_range_at + b, accumulator_header_2);
         }
@@ -546,15 +551,16 @@ struct sm3_float16_no_factored {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
                 store_byte<3>(accumulator_at + i, accumulator_position);
             }
         }
@@ -582,12 +588,12 @@ struct sm3_float16_no_factored_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -603,33 +609,33 @@ struct sm3_float16_no_factored_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 42  accumulator = accumulator + g * g
             const F accumulator_2 = fma(grad_scale_times_grad_scale * g_cast, g_cast, accumulator);
             // 48  p = p - lr * update
             const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(accumulator_2 + eps), p);
-            const I g_bitcast = bits(p_2);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -672,23 +678,23 @@ struct sm3_float32_has_momentum_no_factored {
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217856;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000010;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -699,13 +705,13 @@ struct sm3_float32_has_momentum_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -721,7 +727,8 @@ struct sm3_float32_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -743,10 +750,10 @@ struct sm3_float32_has_momentum_no_factored {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
                 store(momentum_buffer_kept + i, momentum_buffer);
@@ -764,28 +771,28 @@ struct sm3_float32_has_momentum_no_factored {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
-            store(g_mul_kept + b, g_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(accumulator_range_at + b, accumulator_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -796,18 +803,19 @@ struct sm3_float32_has_momentum_no_factored {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(accumulator_at + i, accumulator_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise & 4095) >> 12);
             }
@@ -890,23 +898,23 @@ struct sm3_bfloat16_has_momentum_no_factored {
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -917,13 +925,13 @@ struct sm3_bfloat16_has_momentum_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -941,7 +949,8 @@ struct sm3_bfloat16_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -962,10 +971,10 @@ struct sm3_bfloat16_has_momentum_no_factored {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const F g_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
@@ -977,14 +986,15 @@ struct sm3_bfloat16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -997,28 +1007,28 @@ struct sm3_bfloat16_has_momentum_no_factored {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
-            store(g_mul_kept + b, g_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(accumulator_range_at + b, accumulator_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -1028,18 +1038,19 @@ struct sm3_bfloat16_has_momentum_no_factored {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(accumulator_at + i, accumulator_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1072,12 +1083,12 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1089,7 +1100,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -1104,7 +1115,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_at + i, accumulator_2);
@@ -1148,23 +1159,23 @@ struct sm3_float16_has_momentum_no_factored {
         alignas(64) int32_t accumulator_middle_2_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_step_kept[TILE / BLOCK];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) int32_t g_add_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_half_add_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_base_kept[TILE / BLOCK];
-        alignas(64) int32_t g_sub_kept[TILE / BLOCK];
+        alignas(64) int32_t accumulator_base_sub_kept[TILE / BLOCK];
         alignas(64) int32_t accumulator_scale_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I largest_of_block_kept[TILE / BLOCK];
         I smallest_of_block_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134250504;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1001001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1175,13 +1186,13 @@ struct sm3_float16_has_momentum_no_factored {
             const I16 accumulator_range = raw(accumulator_range_at + b);
             const I accumulator_header = to_int(accumulator_range);
             const I accumulator_cells = max(I(4), accumulator_header & 255);
-            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) + -1262485504;
-            const I accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1);
+            const I accumulator_step = bits(fma(4194304.0f, 1.0f / to_float(accumulator_cells), 12582912.0f)) - 0x4b400000;
+            const I accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1);
             const I accumulator_middle_2 = where(accumulator_header == 0, I(0), accumulator_middle);
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(accumulator_middle_2_kept + b, accumulator_middle_2);
             store(accumulator_step_kept + b, accumulator_step);
@@ -1199,7 +1210,8 @@ struct sm3_float16_has_momentum_no_factored {
             I largest_of_block(INT32_MIN);
             I smallest_of_block(INT32_MAX);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -1220,10 +1232,10 @@ struct sm3_float16_has_momentum_no_factored {
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
                 const I accumulator_pattern = bits(sqrt(accumulator_2));
-                const F g_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 largest_of_block = larger<RAGGED>(largest_of_block, accumulator_pattern, i, end);
                 smallest_of_block = smaller<RAGGED>(smallest_of_block, accumulator_pattern, i, end);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_pattern_kept + i, accumulator_pattern);
@@ -1235,33 +1247,34 @@ struct sm3_float16_has_momentum_no_factored {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
-                const I g_bitcast = bits(p_2);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -1275,28 +1288,28 @@ struct sm3_float16_has_momentum_no_factored {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I accumulator_largest = min(I(1601175552), max(I(536870912), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 524288 >> 22) + 1;
-            const I accumulator_below = smallest_of_block + -524288 >> 22;
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
             const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
             const I accumulator_first = accumulator_above - accumulator_units;
             const I accumulator_start = accumulator_first << 22;
             const I accumulator_half = accumulator_units * 10240;
             const I accumulator_base = accumulator_start + accumulator_half;
-            const I g_sub = 1601175552 - accumulator_base;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
             const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
             const I accumulator_scale = accumulator_cells_2 << 2;
-            const I g_add = accumulator_half * accumulator_scale + -8388608;
-            const I accumulator_header_2 = accumulator_first + -128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_add_kept + b, g_add);
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
             store(accumulator_base_kept + b, accumulator_base);
-            store(g_sub_kept + b, g_sub);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
             store(accumulator_scale_kept + b, accumulator_scale);
-            store(g_mul_kept + b, g_mul);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(accumulator_range_at + b, accumulator_header_2);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
@@ -1306,18 +1319,19 @@ struct sm3_float16_has_momentum_no_factored {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const I g_add(g_add_kept[b]);
+            const I accumulator_half_add(accumulator_half_add_kept[b]);
             const I accumulator_base(accumulator_base_kept[b]);
-            const I g_sub(g_sub_kept[b]);
+            const I accumulator_base_sub(accumulator_base_sub_kept[b]);
             const I accumulator_scale(accumulator_scale_kept[b]);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I noise = load(noise_kept + i);
                 const I accumulator_pattern = load(accumulator_pattern_kept + i);
                 const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I accumulator_offset = lshr(noise, 8) + g_add;
-                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, g_sub)) * accumulator_scale + accumulator_offset;
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I accumulator_offset = lshr(noise, 8) + accumulator_half_add;
+                const I accumulator_position = max(I(0), min(accumulator_pattern - accumulator_base, accumulator_base_sub)) * accumulator_scale + accumulator_offset;
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store_byte<3>(accumulator_at + i, accumulator_position);
                 store(momentum_buffer_at + i, momentum_buffer_pattern + (noise >> 8 & 4095) >> 12);
             }
@@ -1350,12 +1364,12 @@ struct sm3_float16_has_momentum_no_factored_small {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1369,13 +1383,13 @@ struct sm3_float16_has_momentum_no_factored_small {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F accumulator = load(accumulator_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
@@ -1388,20 +1402,20 @@ struct sm3_float16_has_momentum_no_factored_small {
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -1538,12 +1552,12 @@ struct sm3_bfloat16_1 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1556,7 +1570,7 @@ struct sm3_bfloat16_1 {
             const F g_stored = Grad::load(g_at + i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
@@ -1565,7 +1579,7 @@ struct sm3_bfloat16_1 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(accumulator_row_2_at + i, total);
@@ -1659,12 +1673,12 @@ struct sm3_float16_1 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1679,33 +1693,33 @@ struct sm3_float16_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_cast = g_stored;
             // 38  total = minimum(accumulator_row, accumulator_col) + g * g
             const F total = fma(grad_scale_times_grad_scale * g_cast, g_cast, min(load(accumulator_row_at + (i & row_mask)), load(accumulator_col_at + i)));
             // 48  p = p - lr * update
             const F p_2 = fma(minus_lr_times_grad_scale, g_cast / sqrt(total + eps), p);
-            const I g_bitcast = bits(p_2);
-            const I p_sign = g_bitcast >> 16 & 32768;
-            const I p_magnitude = g_bitcast & 2147483647;
-            const F g_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * g_bitcast_2;
+            const I p_bitcast = bits(p_2);
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);
@@ -1760,17 +1774,17 @@ struct sm3_float32_has_momentum_1 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -1780,8 +1794,8 @@ struct sm3_float32_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -1791,7 +1805,8 @@ struct sm3_float32_has_momentum_1 {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g = Grad::load(g_at + i);
@@ -1804,11 +1819,11 @@ struct sm3_float32_has_momentum_1 {
                 // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
                 const F momentum_buffer = fma(one_minus_momentum_times_grad_scale, g / sqrt(total + eps), momentum_buffer_scale_mul * (momentum_buffer_code_2 / (254.0f - momentum_buffer_bend)));
                 const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
-                const F g_abs = abs(momentum_buffer);
+                const F momentum_buffer_abs = abs(momentum_buffer);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(p_at + i, p_2);
@@ -1821,11 +1836,11 @@ struct sm3_float32_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -1834,11 +1849,12 @@ struct sm3_float32_has_momentum_1 {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -2045,17 +2061,17 @@ struct sm3_bfloat16_has_momentum_1 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2065,8 +2081,8 @@ struct sm3_bfloat16_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2078,7 +2094,8 @@ struct sm3_bfloat16_has_momentum_1 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2093,8 +2110,8 @@ struct sm3_bfloat16_has_momentum_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_row_2_at + i, total);
@@ -2104,14 +2121,15 @@ struct sm3_bfloat16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                   // 48  p = p - lr * update
-                const I p_word = min(I(2143289344), bits(p_2)) + (noise & 255 | 32768);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
                 store_half<2>(p_at + i, p_word);
                 store_byte<1>(weight_low_at + i, p_word);
             }
@@ -2121,11 +2139,11 @@ struct sm3_bfloat16_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -2133,11 +2151,12 @@ struct sm3_bfloat16_has_momentum_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -2235,12 +2254,12 @@ struct sm3_bfloat16_has_momentum_small_1 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2252,7 +2271,7 @@ struct sm3_bfloat16_has_momentum_small_1 {
             const I word = spread(word_kept, i);
             const U16 p_stored = raw(p_at + i);
             const U8 weight_low_code = raw(weight_low_at + i);
-            const F p = as_float(joined(p_stored, weight_low_code) + -32768);  // bf16 and 8 more bits, stochastic
+            const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
@@ -2266,7 +2285,7 @@ struct sm3_bfloat16_has_momentum_small_1 {
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I p_word = min(I(2143289344), bits(p_2)) + (lshr(noise, 24) + 32768);
+            const I p_word = bits_or_nan(p_2) + (lshr(noise, 24) + 0x8000);
             store_half<2>(p_at + i, p_word);
             store_byte<1>(weight_low_at + i, p_word);
             store(momentum_buffer_at + i, momentum_buffer_2);
@@ -2373,17 +2392,17 @@ struct sm3_float16_has_momentum_1 {
         alignas(64) float momentum_buffer_kept[TILE];
         alignas(64) int32_t noise_kept[TILE];
         alignas(64) float momentum_buffer_scale_mul_kept[TILE / BLOCK];
-        alignas(64) float g_mul_kept[TILE / BLOCK];
+        alignas(64) float momentum_buffer_divisor_mul_kept[TILE / BLOCK];
         I momentum_buffer_top_kept[TILE / BLOCK];
 
         // -- one hash for 8 elements
         for (int i = 0; i < (BLOCK * blocks + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217736;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000001;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2393,8 +2412,8 @@ struct sm3_float16_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I16 momentum_buffer_scale = raw(momentum_buffer_scale_at + b);
             const I momentum_buffer_scale_bits = to_int(momentum_buffer_scale) << 15;
-            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 2147483647;
-            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 2139095040, I(2139095039), momentum_buffer_scale_bits_2));
+            const I momentum_buffer_scale_bits_2 = momentum_buffer_scale_bits & 0x7fffffff;
+            const F momentum_buffer_scale_2 = as_float(where(momentum_buffer_scale_bits_2 == 0x7f800000, I(0x7f7fffff), momentum_buffer_scale_bits_2));
             const F momentum_buffer_scale_mul = momentum * momentum_buffer_scale_2;
             store(momentum_buffer_scale_mul_kept + b, momentum_buffer_scale_mul);
         }
@@ -2406,7 +2425,8 @@ struct sm3_float16_has_momentum_1 {
             fetch<BLOCK>(weight_low_at, b);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const I word_2 = spread(word_2_kept, i);
                 const I word = spread(word_kept, i);
                 const F g_stored = Grad::load(g_at + i);
@@ -2421,8 +2441,8 @@ struct sm3_float16_has_momentum_1 {
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const F g_abs = abs(momentum_buffer);
-                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(g_abs), i, end);
+                const F momentum_buffer_abs = abs(momentum_buffer);
+                momentum_buffer_top = larger<RAGGED>(momentum_buffer_top, bits(momentum_buffer_abs), i, end);
                 store(momentum_buffer_kept + i, momentum_buffer);
                 store(noise_kept + i, noise);
                 store(accumulator_row_2_at + i, total);
@@ -2432,33 +2452,34 @@ struct sm3_float16_has_momentum_1 {
 
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
                 const U16 p_stored = raw(p_at + i);
                 const I p_high = extend16(extend16(to_int(p_stored)));
                 const U8 weight_low_code = raw(weight_low_at + i);
                 const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low + -128;
+                const I p_offset = p_low - 128;
                 const I p_wide = ((p_high & 32767) << 8) + p_offset;
                 const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 939524096;
-                const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
                 // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
                 const F p_2 = fma(minus_lr, momentum_buffer, p);  // 48  p = p - lr * update
-                const I g_bitcast = bits(p_2);
-                const I p_sign = g_bitcast >> 16 & 32768;
-                const I p_magnitude = g_bitcast & 2147483647;
-                const F g_bitcast_2 = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * g_bitcast_2;
-                const I word_and_2 = noise & 255;
+                const I p_bitcast = bits(p_2);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
                 const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_and_2 | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude + -939524096;
-                const I p_normal_2 = min(I(260046848), p_rebiased + (word_and_2 >> 3 << 0)) >> 5;
-                const I p_wide_2 = where(g_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 store(p_at + i, p_sign | p_word >> 8);
                 store(weight_low_at + i, p_kept_);
@@ -2469,11 +2490,11 @@ struct sm3_float16_has_momentum_1 {
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const F momentum_buffer = load(momentum_buffer_kept + b);
-            const I momentum_buffer_up = max(I(75497472), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 2139095040, momentum_buffer_up, I(2143289344));
-            const I momentum_buffer_divisor = min(I(2139095039), momentum_buffer_up_2 & 2147450880);
-            const F g_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(g_mul_kept + b, g_mul);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
@@ -2481,11 +2502,12 @@ struct sm3_float16_has_momentum_1 {
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
-            const F g_mul(g_mul_kept[b]);
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += W) {
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
                 const I noise = load(noise_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), g_mul), 3200.0f));
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
                 store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise, 20) >> 12);
             }
         }
@@ -2533,12 +2555,12 @@ struct sm3_float16_has_momentum_small_1 {
 
         // -- one hash for 8 elements
         for (int i = 0; i < (count + 7) / 8; i += W) {
-            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -32) * 2146121005;
+            const I word_mul = ((lshr(I(first), 3) + iota(i)) ^ stream_key ^ step_key & -256) * 0x7feb352d;
             const I word_mul_2 = (word_mul ^ lshr(word_mul, 16)) * -2073254261;
             const I word_xor = word_mul_2 ^ lshr(word_mul_2, 15);
             const I word_mul_3 = (word_xor ^ lshr(word_xor, 16)) * -1640531535;
-            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 2146121005;
-            const I word_2 = word_xor ^ (step_key & 31) * 134217728;
+            const I word_mul_4 = (word_mul_3 ^ lshr(word_mul_3, 15)) * 0x7feb352d;
+            const I word_2 = word_xor ^ (step_key & 255) * 0x1000000;
             const I word = word_mul_4 ^ lshr(word_mul_4, 16);
             store(word_kept + i, word);
             store(word_2_kept + i, word_2);
@@ -2552,13 +2574,13 @@ struct sm3_float16_has_momentum_small_1 {
             const I p_high = extend16(extend16(to_int(p_stored)));
             const U8 weight_low_code = raw(weight_low_at + i);
             const I p_low = to_int(weight_low_code);
-            const I p_offset = p_low + -128;
+            const I p_offset = p_low - 128;
             const I p_wide = ((p_high & 32767) << 8) + p_offset;
             const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-            const I p_normal = (p_wide << 5) + 939524096;
-            const I p_finite = where(p_wide < 262144, p_subnormal, p_normal);
+            const I p_normal = (p_wide << 5) + 0x38000000;
+            const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
             // f16 and 8 more bits, stochastic
-            const F p = as_float(bits(as_float(where(p_wide < 8126464, p_finite, 2143289344 - to_int(p_wide == 8126464) * 4194304))) | (p_high & 32768) << 16);
+            const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
             const F g_stored = Grad::load(g_at + i);
             const F momentum_buffer = load(momentum_buffer_at + i);
             const F g_cast = g_stored;
@@ -2570,20 +2592,20 @@ struct sm3_float16_has_momentum_small_1 {
             // 46  momentum_buffer = momentum * momentum_buffer + (1 - momentum) * update
             const F momentum_buffer_2 = fma(one_minus_momentum_times_grad_scale, g_mul, momentum * momentum_buffer);
             const I p_bitcast = bits(p_2);
-            const I p_sign = p_bitcast >> 16 & 32768;
-            const I p_magnitude = p_bitcast & 2147483647;
-            const F p_bitcast_2 = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_bitcast_2;
+            const I p_sign = p_bitcast >> 16 & 0x8000;
+            const I p_magnitude = p_bitcast & 0x7fffffff;
+            const F p_magnitude_bitcast = as_float(p_magnitude);
+            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I word_lshr = lshr(noise, 24);
+            const I noise_lshr = lshr(noise, 24);
             const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(word_lshr | 1258291200) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude + -939524096;
-            const I p_normal_2 = min(I(260046848), p_rebiased + (word_lshr >> 3 << 0)) >> 5;
-            const I p_wide_2 = where(p_bitcast_2 < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-            const I p_word = where(p_2 == p_2, p_wide_2, I(8257536)) + 128;
+            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+            const I p_rebiased = p_magnitude - 0x38000000;
+            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
+            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);
             store(weight_low_at + i, p_kept_);

@@ -72,7 +72,7 @@ def sm3_bfloat16(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator_row = b.spread(accumulator_row_tensor)
@@ -83,15 +83,15 @@ def sm3_bfloat16(
     update = g * quotient(1.0, sqrt(total + eps))                    # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                              # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -128,10 +128,10 @@ def sm3_float16(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator_row = b.spread(accumulator_row_tensor)
@@ -143,25 +143,25 @@ def sm3_float16(
     p = p - lr * update                                              # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
@@ -197,7 +197,7 @@ def sm3_float32_no_factored(
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -210,28 +210,28 @@ def sm3_float32_no_factored(
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, p)
@@ -271,14 +271,14 @@ def sm3_bfloat16_no_factored(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -290,31 +290,31 @@ def sm3_bfloat16_no_factored(
     update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
@@ -335,7 +335,7 @@ def sm3_bfloat16_no_factored_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator = b.elements(accumulator_tensor)
@@ -344,15 +344,15 @@ def sm3_bfloat16_no_factored_small(
     update = g * quotient(1.0, sqrt(accumulator + eps))  # 44  update = g * rsqrt(total + eps)
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -374,17 +374,17 @@ def sm3_float16_no_factored(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -397,42 +397,42 @@ def sm3_float16_no_factored(
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -456,10 +456,10 @@ def sm3_float16_no_factored_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
     accumulator = b.elements(accumulator_tensor)
@@ -469,25 +469,25 @@ def sm3_float16_no_factored_small(
     p = p - lr * update                                  # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -511,8 +511,8 @@ def sm3_float32_has_momentum(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -531,22 +531,22 @@ def sm3_float32_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
     b.store(p_tensor, p)
@@ -627,11 +627,11 @@ def sm3_bfloat16_has_momentum(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -650,23 +650,23 @@ def sm3_bfloat16_has_momentum(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -705,7 +705,7 @@ def sm3_bfloat16_has_momentum_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -719,15 +719,15 @@ def sm3_bfloat16_has_momentum_small(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -768,14 +768,14 @@ def sm3_float16_has_momentum(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -795,34 +795,34 @@ def sm3_float16_has_momentum(
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217736 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     accumulator_row_2_tensor = b.row_max(total)
     accumulator_col_2_tensor = b.col_max(total)
@@ -864,10 +864,10 @@ def sm3_float16_has_momentum_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -882,25 +882,25 @@ def sm3_float16_has_momentum_small(
     p = p - lr * momentum_buffer                                     # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_row_2_tensor = b.row_max(total)
@@ -936,8 +936,8 @@ def sm3_float32_has_momentum_no_factored(
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -950,7 +950,7 @@ def sm3_float32_has_momentum_no_factored(
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -965,37 +965,37 @@ def sm3_float32_has_momentum_no_factored(
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217856 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    noise = word_xor ^ (((step_key & 255) * 0x1000010 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, p)
     b.store(accumulator_tensor, accumulator_code.to(torch.uint8))
@@ -1046,11 +1046,11 @@ def sm3_bfloat16_has_momentum_no_factored(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1063,7 +1063,7 @@ def sm3_bfloat16_has_momentum_no_factored(
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1077,40 +1077,40 @@ def sm3_bfloat16_has_momentum_no_factored(
     momentum_buffer = momentum * momentum_buffer_value + one_minus_momentum * update
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise & 255) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1134,7 +1134,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1146,15 +1146,15 @@ def sm3_bfloat16_has_momentum_no_factored_small(
     momentum_buffer = momentum * momentum_buffer + one_minus_momentum * update
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 32768), 2143322112)
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    p_word = torch.where(p == p, p.view(torch.int32) + ((noise >> 24 & 0xff) + 0x8000), 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     b.store(p_tensor, (p_word >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(weight_low_tensor, p_low)
@@ -1180,14 +1180,14 @@ def sm3_float16_has_momentum_no_factored(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1200,7 +1200,7 @@ def sm3_float16_has_momentum_no_factored(
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1215,51 +1215,51 @@ def sm3_float16_has_momentum_no_factored(
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134250504 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_and >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_and = noise & 255
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_pattern = sqrt(accumulator).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
-    accumulator_above = (accumulator_largest + 524288 >> 22) + 1
-    accumulator_below = block_min(accumulator_pattern, b.live) - 524288 >> 22
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
+    accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1
+    accumulator_below = block_min(accumulator_pattern, b.live) - 0x80000 >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
     accumulator_half = accumulator_units * 10240
     accumulator_base = accumulator_start + accumulator_half
-    accumulator_range_sub = 1601175552 - accumulator_base
+    accumulator_base_sub = 0x5f700000 - accumulator_base
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_range_sub_2 = accumulator_half * accumulator_scale - 8388608
-    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_range_sub_2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_range_sub).clamp(min=0) * accumulator_scale + accumulator_offset
+    accumulator_half_sub = accumulator_half * accumulator_scale - 0x800000
+    accumulator_offset = (noise >> 8 & 0xffffff) + accumulator_half_sub
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_base, accumulator_base_sub).clamp(min=0) * accumulator_scale + accumulator_offset
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
-    momentum_buffer_scale_abs = momentum_buffer.abs()
-    momentum_buffer_top = block_max(momentum_buffer_scale_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    momentum_buffer_scale_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = momentum_buffer / (momentum_buffer_scale_mul + momentum_buffer_scale_abs * 0.003937007874015748)
+    momentum_buffer_abs = momentum_buffer.abs()
+    momentum_buffer_top = block_max(momentum_buffer_abs.view(torch.int32), b.live)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = momentum_buffer / (momentum_buffer_divisor_mul + momentum_buffer_abs * 0.003937007874015748)
     momentum_buffer_pattern = (momentum_buffer_exact + 3200.0).view(torch.int32)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
     b.store(weight_low_tensor, p_kept)
@@ -1286,10 +1286,10 @@ def sm3_float16_has_momentum_no_factored_small(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     g_stored = b.elements(g_tensor)
     g = grad_scale * g_stored.to(torch.float32)
@@ -1302,25 +1302,25 @@ def sm3_float16_has_momentum_no_factored_small(
     p = p - lr * momentum_buffer                         # 48  p = p - lr * update
     # -- encode and store
     p_bitcast = p.view(torch.int32)
-    p_sign = p_bitcast >> 16 & 32768
-    p_magnitude = p_bitcast & 2147483647
-    p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_bitcast * 4294967296.0
+    p_sign = p_bitcast >> 16 & 0x8000
+    p_magnitude = p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
-    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -32) * 2146121005
+    word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
     word_mul = (word_xor ^ word_xor >> 16 & 0xffff) * -1640531535
-    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 2146121005
+    word_mul = (word_mul ^ word_mul >> 15 & 0x1ffff) * 0x7feb352d
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
-    noise = word_xor ^ (((step_key & 31) * 134217728 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    word_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (word_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + (word_lshr >> 3 << 0)).clamp(max=260046848) >> 5
-    p_wide = torch.where(p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(p == p, p_wide, 8257536) + 128
+    noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
+    noise_lshr = noise >> 24 & 0xff
+    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     b.store(p_tensor, (p_sign | p_word >> 8).to(torch.int16).view(torch.float16))
@@ -1354,7 +1354,7 @@ def sm3_bfloat16_decode(p_tensor, weight_low_tensor):
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     return {
         "p": b.flat(p),
     }
@@ -1364,7 +1364,7 @@ def sm3_bfloat16_encode(values):
     """{"p": fp32 weight, state name: fp32 state} -> what is stored, rounded to nearest."""
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1382,10 +1382,10 @@ def sm3_float16_decode(p_tensor, weight_low_tensor):
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     return {
         "p": b.flat(p),
     }
@@ -1396,16 +1396,16 @@ def sm3_float16_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1422,7 +1422,7 @@ def sm3_float32_no_factored_decode(p_tensor, accumulator_tensor, accumulator_ran
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1441,16 +1441,16 @@ def sm3_float32_no_factored_encode(values):
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     return {
@@ -1489,12 +1489,12 @@ def sm3_bfloat16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_ten
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1512,19 +1512,19 @@ def sm3_bfloat16_no_factored_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     return {
@@ -1542,7 +1542,7 @@ def sm3_bfloat16_no_factored_small_decode(p_tensor, weight_low_tensor, accumulat
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     accumulator = b.elements(accumulator_tensor)
     return {
         "p": b.flat(p),
@@ -1555,7 +1555,7 @@ def sm3_bfloat16_no_factored_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1574,15 +1574,15 @@ def sm3_float16_no_factored_decode(p_tensor, weight_low_tensor, accumulator_tens
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1601,29 +1601,29 @@ def sm3_float16_no_factored_encode(values):
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     return {
@@ -1644,10 +1644,10 @@ def sm3_float16_no_factored_small_decode(p_tensor, weight_low_tensor, accumulato
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     accumulator = b.elements(accumulator_tensor)
     return {
         "p": b.flat(p),
@@ -1661,16 +1661,16 @@ def sm3_float16_no_factored_small_encode(values):
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1686,8 +1686,8 @@ def sm3_float32_has_momentum_decode(p_tensor, momentum_buffer_tensor, momentum_b
     p = b.elements(p_tensor)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1707,11 +1707,11 @@ def sm3_float32_has_momentum_encode(values):
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "momentum_buffer": b.flat((momentum_buffer_exact.round().to(torch.int32) + 128).to(torch.uint8)),
@@ -1750,11 +1750,11 @@ def sm3_bfloat16_has_momentum_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1772,15 +1772,15 @@ def sm3_bfloat16_has_momentum_encode(values):
     b = Blocks(values["p"], 64)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -1796,7 +1796,7 @@ def sm3_bfloat16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -1809,7 +1809,7 @@ def sm3_bfloat16_has_momentum_small_encode(values):
     b = Blocks(values["p"], 1)
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -1830,14 +1830,14 @@ def sm3_float16_has_momentum_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1856,25 +1856,25 @@ def sm3_float16_has_momentum_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -1893,10 +1893,10 @@ def sm3_float16_has_momentum_small_decode(p_tensor, weight_low_tensor, momentum_
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
         "p": b.flat(p),
@@ -1910,16 +1910,16 @@ def sm3_float16_has_momentum_small_encode(values):
     in_p = b.elements(values["p"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {
@@ -1940,7 +1940,7 @@ def sm3_float32_has_momentum_no_factored_decode(
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -1949,8 +1949,8 @@ def sm3_float32_has_momentum_no_factored_decode(
     accumulator = accumulator_value * accumulator_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -1971,25 +1971,25 @@ def sm3_float32_has_momentum_no_factored_encode(values):
     in_accumulator = b.elements(values["accumulator"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat(in_p),
         "accumulator": b.flat(accumulator_code.to(torch.uint8)),
@@ -2035,12 +2035,12 @@ def sm3_bfloat16_has_momentum_no_factored_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -2049,8 +2049,8 @@ def sm3_bfloat16_has_momentum_no_factored_decode(
     accumulator = accumulator_value * accumulator_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2070,28 +2070,28 @@ def sm3_bfloat16_has_momentum_no_factored_encode(values):
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
         "weight_low": b.flat(p_low),
@@ -2111,7 +2111,7 @@ def sm3_bfloat16_has_momentum_no_factored_small_decode(
     p_high = p_stored.to(torch.float32).view(torch.int32)
     weight_low_code = b.elements(weight_low_tensor)
     p_low = weight_low_code.to(torch.int32)
-    p = (p_high - 32768 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
+    p = (p_high - 0x8000 + (p_low << 8)).view(torch.float32)  # bf16 and 8 more bits, stochastic
     accumulator = b.elements(accumulator_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -2127,7 +2127,7 @@ def sm3_bfloat16_has_momentum_no_factored_small_encode(values):
     in_p = b.elements(values["p"])
     in_accumulator = b.elements(values["accumulator"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
-    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 32896, 2143322112)
+    p_word = torch.where(in_p == in_p, in_p.view(torch.int32) + 0x8080, 0x7fc08000)
     p_low = (p_word >> 8 & 255).to(torch.uint8)
     return {
         "p": b.flat((p_word >> 16).to(torch.int16).view(torch.bfloat16)),
@@ -2150,15 +2150,15 @@ def sm3_float16_has_momentum_no_factored_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     accumulator_range = b.per_block(accumulator_range_tensor)
     accumulator_header = accumulator_range.to(torch.int32)
     accumulator_cells = (accumulator_header & 255).clamp(min=4)
     accumulator_step = quotient(4194304.0, accumulator_cells.to(torch.float32)).round().to(torch.int32)
-    accumulator_middle = ((accumulator_header & 65280) << 14) + 536870912 + (accumulator_step >> 1)
+    accumulator_middle = ((accumulator_header & 0xff00) << 14) + 0x20000000 + (accumulator_step >> 1)
     accumulator_middle = torch.where(accumulator_header == 0, 0, accumulator_middle)
     accumulator_code = b.elements(accumulator_tensor)
     accumulator_piece = accumulator_code.to(torch.int32)
@@ -2167,8 +2167,8 @@ def sm3_float16_has_momentum_no_factored_decode(
     accumulator = accumulator_value * accumulator_value
     momentum_buffer_scale = b.per_block(momentum_buffer_scale_tensor)
     momentum_buffer_scale_bits = momentum_buffer_scale.to(torch.int32) << 15
-    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 2147483647
-    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 2139095040, 2139095039, momentum_buffer_scale_bits).view(torch.float32)
+    momentum_buffer_scale_bits = momentum_buffer_scale_bits & 0x7fffffff
+    momentum_buffer_scale = torch.where(momentum_buffer_scale_bits == 0x7f800000, 0x7f7fffff, momentum_buffer_scale_bits).view(torch.float32)
     momentum_buffer_code = b.elements(momentum_buffer_tensor)
     momentum_buffer_piece = momentum_buffer_code.to(torch.int32)
     momentum_buffer_code = momentum_buffer_piece.to(torch.float32)
@@ -2189,38 +2189,38 @@ def sm3_float16_has_momentum_no_factored_encode(values):
     in_accumulator = b.elements(values["accumulator"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     accumulator_pattern = sqrt(in_accumulator + 0.0).view(torch.int32)
-    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=536870912).clamp(max=1601175552)
+    accumulator_largest = block_max(accumulator_pattern, b.live).clamp(min=0x20000000).clamp(max=0x5f700000)
     accumulator_above = (accumulator_largest >> 22) + 1
     accumulator_below = block_min(accumulator_pattern, b.live) >> 22
     accumulator_units = (accumulator_above - accumulator_below.clamp(min=128)).clamp(min=1).clamp(max=64)
     accumulator_first = accumulator_above - accumulator_units
     accumulator_start = accumulator_first << 22
-    in_accumulator_sub = 1601175552 - accumulator_start
+    accumulator_start_sub = 0x5f700000 - accumulator_start
     accumulator_cells = quotient(256.5, accumulator_units.to(torch.float32)).floor().to(torch.int32).clamp(max=255)
     accumulator_scale = accumulator_cells << 2
-    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, in_accumulator_sub).clamp(min=0) * accumulator_scale
+    accumulator_position = torch.minimum(accumulator_pattern - accumulator_start, accumulator_start_sub).clamp(min=0) * accumulator_scale
     accumulator_code = accumulator_position >> 24 & 0xff
     accumulator_header = accumulator_first - 128 << 8 | accumulator_cells
     in_momentum_buffer_abs = in_momentum_buffer.abs()
     momentum_buffer_top = block_max(in_momentum_buffer_abs.view(torch.int32), b.live)
-    momentum_buffer_up = momentum_buffer_top.clamp(min=75497472) + 32767
-    momentum_buffer_up = torch.where(momentum_buffer_top < 2139095040, momentum_buffer_up, 2143289344)
-    momentum_buffer_divisor = (momentum_buffer_up & 2147450880).clamp(max=2139095039)
-    in_momentum_buffer_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
-    momentum_buffer_exact = in_momentum_buffer / (in_momentum_buffer_mul + in_momentum_buffer_abs * 0.003937007874015748)
+    momentum_buffer_up = momentum_buffer_top.clamp(min=0x4800000) + 32767
+    momentum_buffer_up = torch.where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, 0x7fc00000)
+    momentum_buffer_divisor = (momentum_buffer_up & 0x7fff8000).clamp(max=0x7f7fffff)
+    momentum_buffer_divisor_mul = momentum_buffer_divisor.view(torch.float32) * 0.003937007874015748
+    momentum_buffer_exact = in_momentum_buffer / (momentum_buffer_divisor_mul + in_momentum_buffer_abs * 0.003937007874015748)
     return {
         "p": b.flat((p_sign | p_word >> 8).to(torch.int16).view(torch.float16)),
         "weight_low": b.flat(p_kept),
@@ -2243,10 +2243,10 @@ def sm3_float16_has_momentum_no_factored_small_decode(
     p_offset = p_low - 128
     p_wide = ((p_high & 32767) << 8) + p_offset
     p_subnormal = (p_wide.to(torch.float32) * 2.3283064365386963e-10).view(torch.int32)
-    p_normal = (p_wide << 5) + 939524096
-    p_finite = torch.where(p_wide < 262144, p_subnormal, p_normal)
+    p_normal = (p_wide << 5) + 0x38000000
+    p_finite = torch.where(p_wide < 0x40000, p_subnormal, p_normal)
     # f16 and 8 more bits, stochastic
-    p = (torch.where(p_wide < 8126464, p_finite, 2143289344 - (p_wide == 8126464).to(torch.int32) * 4194304).view(torch.float32).view(torch.int32) | (p_high & 32768) << 16).view(torch.float32)
+    p = (torch.where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - (p_wide == 0x7c0000).to(torch.int32) * 0x400000).view(torch.float32).view(torch.int32) | (p_high & 0x8000) << 16).view(torch.float32)
     accumulator = b.elements(accumulator_tensor)
     momentum_buffer = b.elements(momentum_buffer_tensor)
     return {
@@ -2263,16 +2263,16 @@ def sm3_float16_has_momentum_no_factored_small_encode(values):
     in_accumulator = b.elements(values["accumulator"])
     in_momentum_buffer = b.elements(values["momentum_buffer"])
     in_p_bitcast = in_p.view(torch.int32)
-    p_sign = in_p_bitcast >> 16 & 32768
-    p_magnitude = in_p_bitcast & 2147483647
-    in_p_bitcast = p_magnitude.view(torch.float32)
-    p_steps = in_p_bitcast * 4294967296.0
+    p_sign = in_p_bitcast >> 16 & 0x8000
+    p_magnitude = in_p_bitcast & 0x7fffffff
+    p_magnitude_bitcast = p_magnitude.view(torch.float32)
+    p_steps = p_magnitude_bitcast * 4294967296.0
     p_whole = p_steps.floor()
     p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 939524096
-    p_normal = (p_rebiased + 16).clamp(max=260046848) >> 5
-    p_wide = torch.where(in_p_bitcast < 6.103515625e-05, p_subnormal, p_normal)
-    p_word = torch.where(in_p == in_p, p_wide, 8257536) + 128
+    p_rebiased = p_magnitude - 0x38000000
+    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
+    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
     return {

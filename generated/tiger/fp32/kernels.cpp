@@ -78,7 +78,7 @@ struct tiger_bfloat16 {
             const F p_3 = fma(minus_lr, sign(exp_avg_2), p_2);  // 19  p = p - lr * sign(exp_avg)
             const I p_x_bits = bits(p_3);
             const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-            store_half<2>(p_at + i, min(I(2143289344), p_x_bits) + p_carry);
+            store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
             store(exp_avg_at + i, exp_avg_2);
         }
     }

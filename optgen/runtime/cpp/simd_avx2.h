@@ -65,6 +65,11 @@ inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a.v, b.v, c.v); }
 inline F floor(F a) { return _mm256_floor_ps(a.v); }
 inline F rint(F a) { return _mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline I bits(F a) { return _mm256_castps_si256(a.v); }
+// Any NaN is the one without a payload, so that it stays NaN with something added to its pattern.
+inline I bits_or_nan(F a) {
+    const __m256 number = _mm256_cmp_ps(a.v, a.v, _CMP_EQ_OQ);
+    return bits(_mm256_blendv_ps(_mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), a.v, number));
+}
 inline F as_float(I a) { return _mm256_castsi256_ps(a.v); }
 inline I to_int(F a) { return _mm256_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm256_srli_epi32(a.v, 31); }

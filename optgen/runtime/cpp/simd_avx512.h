@@ -62,6 +62,8 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
 inline F floor(F a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 inline F rint(F a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline I bits(F a) { return _mm512_castps_si512(a.v); }
+// Any NaN is the one without a payload, so that it stays NaN with something added to its pattern.
+inline I bits_or_nan(F a) { return bits(_mm512_fixupimm_ps(a.v, a.v, _mm512_set1_epi32(0x33), 0)); }
 inline F as_float(I a) { return _mm512_castsi512_ps(a.v); }
 inline I to_int(F a) { return _mm512_cvttps_epi32(a.v); }
 inline I to_int(M a) { return _mm512_maskz_set1_epi32(a.v, 1); }

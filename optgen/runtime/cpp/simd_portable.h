@@ -60,6 +60,8 @@ inline M operator~(M a) { return {~a.v}; }
 
 inline I where(M c, I a, I b) { return (c.v & a.v) | (~c.v & b.v); }
 inline F where(M c, F a, F b) { return as_float(where(c, bits(a), bits(b))); }
+// Any NaN is the one without a payload, so that it stays NaN with something added to its pattern.
+inline I bits_or_nan(F a) { return where(a == a, bits(a), I(0x7fc00000)); }
 // The second operand where the comparison fails, as machines do; a NaN in the first stays.
 inline F min(F a, F b) { return where(a == a, where(a < b, a, b), a); }
 inline F max(F a, F b) { return where(a == a, where(b < a, a, b), a); }

@@ -1,0 +1,27 @@
+"""Warnings that point at the line of the user's that led to them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+OURS = ("optgen.", "torch.", "_optgen_compiled.")
+"""Modules through which a user's call passes on its way here; classes that were built elsewhere are looked up."""
+
+
+def warn(text: str, owner: type = object) -> None:
+    """A UserWarning at the innermost frame that is neither the runtime's, nor torch's, nor that of generated code.
+
+    owner   the optimizer's class; where it, or one it is made of, was generated, its module is passed over
+    """
+    generated = {c.__module__ for c in owner.__mro__ if "SPEC" in vars(c) and "HYPERS" in vars(c)}
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _passed(frame, generated):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+def _passed(frame: FrameType, generated: set[str]) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith(OURS) or name in generated

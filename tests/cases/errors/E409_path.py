@@ -1,0 +1,7 @@
+from optgen.driver.new import new
+
+FILES = {"specs/mine.py": ""}
+
+
+def case():
+    new("../mine")

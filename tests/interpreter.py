@@ -1,0 +1,157 @@
+"""Triton's interpreter, quicker: what it computes again for every operation is kept, what nobody reads is left out.
+
+A kernel of a few hundred elements spends nearly all its time in the interpreter's bookkeeping: the type of each result
+is built anew, its shape is wrapped and unwrapped, and every integer sum is done twice more for an overflow check whose
+result is dropped (`device_assert` does nothing outside of debug mode).  None of that decides a bit of what a kernel
+stores; tests/test_interpreter.py holds the quick interpreter to the plain one.
+
+`quicken()` is called by a process that interprets, before its first kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+Change = tuple[Any, str, Any]
+"""An object, the name of an attribute, and what it is to be."""
+
+
+def changes() -> list[Change]:
+    """All that `quicken` sets."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    return [
+        *_types(),
+        (interpreter, "_get_np_dtype", _numpy_types()),
+        (interpreter, "_patch_lang", _patch_once()),
+        (interpreter, "_patch_attr", _plain_member),
+        (builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug)),
+    ]
+
+
+_originals: list[Change] = []
+
+
+def originals() -> list[Change]:
+    """What `quicken` has replaced."""
+    return list(_originals)
+
+
+def quicken() -> None:
+    """Makes this process's interpreter quick."""
+    if _originals:
+        return
+    made = changes()
+    _originals.extend((owner, name, getattr(owner, name)) for owner, name, _ in made)
+    for owner, name, value in made:
+        setattr(owner, name, value)
+
+
+def _types() -> list[Change]:
+    """Types and shapes of values, made once for each kind of value."""
+    from triton.language import core, semantic
+
+    block, tensor, dtype = core.block_type, core.tensor, core.dtype
+    plain_block, plain_equal, plain_unwrap = block.__init__, dtype.__eq__, core._unwrap_if_constexpr
+    plain_broadcast = semantic.TritonSemantic.broadcast_impl_value
+    shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any, str]] = {}
+    none = (core.constexpr(1), core.tuple([]))
+
+    def unwrap(value: Any) -> Any:
+        if type(value) is core.constexpr:
+            return value.value
+        return plain_unwrap(value) if isinstance(value, list | tuple | core.tuple | core.constexpr) else value
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(
+            [s if type(s) is int else unwrap(s) for s in (shape.values if type(shape) is core.tuple else shape)]
+        )
+        found = shapes.get(key)
+        # Equal numbers are one key: True and 1.0 are refused as they were.
+        if found is None or not all(type(s) is int for s in key):
+            plain_block(self, element_ty, shape)
+            wrapped = core.tuple([core.constexpr(s) for s in self.shape])
+            shapes[key] = (self.shape, self.numel, wrapped, core.constexpr(self.numel), str(self.shape))
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel = found[:2]
+        self.name = f"<{found[4]}, {element_ty}>"
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        if type.is_block():
+            self.shape, self.numel = shapes[tuple(type.shape.values)][2:4]
+        else:
+            self.numel, self.shape = none
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or plain_equal(self, other)
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    return [
+        (semantic.TritonSemantic, "broadcast_impl_value", broadcast),
+        (core, "_unwrap_if_constexpr", unwrap),
+        (block, "__init__", block_init),
+        (tensor, "__init__", tensor_init),
+        (dtype, "__eq__", equal),
+    ]
+
+
+def _numpy_types() -> Callable[[Any], Any]:
+    """NumPy's type for one of Triton's, by name: the interpreter fills a table of all of them at each question."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def numpy_type(kind: Any) -> Any:
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        found = known.get(kind.name)
+        if found is None:
+            found = known[kind.name] = plain(kind)
+        return found
+
+    return numpy_type
+
+
+def _patch_once() -> Callable[[Any], Any]:
+    """The interpreter replaces each function of the language by its own at a launch, and looks for them all again at
+    every call of a device function.  Here only where some are not replaced yet."""
+    from triton.runtime import interpreter
+
+    patch, scope = interpreter._patch_lang, interpreter._LangPatchScope
+    language, core = interpreter.tl, interpreter.tl.core
+    of_function: dict[Any, list[Any]] = {}
+
+    def patch_once(fn: Any) -> Any:
+        modules = of_function.get(fn)
+        if modules is None:
+            modules = [m for m in (language, core) if any(value is m for value in fn.__globals__.values())]
+            of_function[fn] = modules
+        if modules and not any(core.is_builtin(f) for f in (core.tensor.__add__, *(m.load for m in modules))):
+            return scope()
+        return patch(fn)
+
+    return patch_once
+
+
+def _plain_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language that is given the interpreter's semantics, without a copy of its arguments."""
+    from triton.runtime import interpreter
+
+    semantic, inner = interpreter.interpreter_semantic, getattr(member, "__wrapped__", member)
+
+    def interpreted(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    scope.set_attr(obj, name, interpreted)

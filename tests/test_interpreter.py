@@ -1,0 +1,102 @@
+"""The quick interpreter gives what Triton's own gives, for kernels and for single operations, and refuses the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from optgen.runtime.keys import step_key
+from tests import harness, interpreter, product
+from tests.product import Cell, Run
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Triton's interpreter as it comes; tests/conftest.py has made it quick."""
+    here = [(owner, name, getattr(owner, name)) for owner, name, _ in interpreter.originals()]
+    for owner, name, value in interpreter.originals():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in here:
+            setattr(owner, name, value)
+
+
+def test_quickened_is_undone_and_done_again() -> None:
+    """What the other tests here compare are two interpreters, not one with itself."""
+    from triton.language import core
+
+    quick = core.tensor.__init__
+    with plain():
+        assert core.tensor.__init__ is not quick and core.tensor.__init__.__module__ == core.__name__
+    assert core.tensor.__init__ is quick
+
+
+@pytest.mark.parametrize("cell", [Cell("adamw", "int8_split24"), Cell("lion", "torchao4", "float16")], ids=str)
+def test_a_kernel_stores_the_same_bits(cell: Cell, tmp_path: Path) -> None:
+    """Random bits, packed codes, tables, blocks that end ragged."""
+    built = product.build(cell)
+    pair = harness.Pair(built.spec, built.compiled.strict, tmp_path)
+    draw = torch.Generator().manual_seed(0)
+    run = Run(built, torch.randn(3, 70, generator=draw))
+    for _ in range(2):
+        g = torch.randn(3, 70, generator=draw).to(getattr(torch, cell.param))
+        twins = [run.copy(), run.copy()]
+        key = step_key(0, run.steps + 1)
+        pair.run_triton(twins[0].buffers, g, run.steps + 1, key, run.stream, **run.hypers)
+        with plain():
+            pair.run_triton(twins[1].buffers, g, run.steps + 1, key, run.stream, **run.hypers)
+        before = run.copy()
+        run.step(g)
+        assert product.same_bits(twins[0].buffers, twins[1].buffers)
+        assert not product.same_bits(twins[0].buffers, before.buffers)
+
+
+@triton.jit
+def _operations(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    values = tl.load(x + at)
+    small = at.to(tl.int8)
+    square = tl.broadcast_to(at[None, :], (4, N)) * 1000003 + tl.arange(0, 4)[:, None]
+    wrapped = tl.sum(square, axis=0) + tl.max(small, axis=0) * 100  # int8 * 100 wraps
+    halves = values.to(tl.float16) * 0.5 + values.to(tl.bfloat16)
+    tl.store(out + at, tl.where(at % 3 == 0, wrapped.to(tl.float32), halves.to(tl.float32)))
+
+
+def test_operations_give_the_same_types_and_numbers() -> None:
+    """Promotion, broadcasting between ranks, reductions, narrow integers that wrap around."""
+    x, quick, slow = torch.randn(16), torch.zeros(16), torch.zeros(16)
+    _operations[(1,)](x, quick, N=16)
+    with plain():
+        _operations[(1,)](x, slow, N=16)
+    assert torch.equal(quick, slow) and quick.count_nonzero() == 16
+
+
+@triton.jit
+def _no_power_of_two(out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, 4), tl.full((N,), 1, tl.int32))
+
+
+@triton.jit
+def _shapes_apart(out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, 4), tl.full((4,), 1, tl.int32) + tl.full((N,), 1, tl.int32))
+
+
+@pytest.mark.parametrize(("kernel", "n"), [(_no_power_of_two, 3), (_shapes_apart, 8)], ids=["shape", "broadcast"])
+def test_what_is_refused_stays_refused(kernel: triton.JITFunction, n: int) -> None:
+    out = torch.zeros(4, dtype=torch.int32)
+    said = []
+    for _ in range(2):  # also where the shape has been seen before
+        with pytest.raises(triton.runtime.errors.InterpreterError) as quick:
+            kernel[(1,)](out, N=n)
+        said.append(str(quick.value))
+    with plain(), pytest.raises(triton.runtime.errors.InterpreterError) as slow:
+        kernel[(1,)](out, N=n)
+    assert said == [str(slow.value)] * 2
