@@ -668,8 +668,8 @@ def fully_sharded(here: Here) -> None:
 
 @case(2, 3)
 def gradients_released(here: Here) -> None:
-    """Updates within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host: the bits of
-    ordinary steps."""
+    """Within the backward of fully_shard, clipped, of micro-batches, of parts that stay on the host: as in ordinary
+    steps."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     from optgen.accumulate import accumulator
