@@ -136,7 +136,7 @@ def test_room(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "torchtitan"}
+FRAMEWORKS = {"torch", "transformers", "accelerate", "lightning", "timm", "torchtitan"}
 
 
 @pytest.mark.parametrize(
