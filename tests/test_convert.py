@@ -63,6 +63,7 @@ def states(opt: Any) -> Any:
         ("fp32", "int8", torch.float32),
         ("int8", "bf16_kahan", torch.float32),
         ("int8_split24", "int8_split24", torch.float16),
+        ("int8_split24", "int4_split24", torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
