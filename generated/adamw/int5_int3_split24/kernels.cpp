@@ -168,7 +168,9 @@ struct adamw_float32 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
@@ -432,7 +434,9 @@ struct adamw_bfloat16 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
@@ -741,7 +745,9 @@ struct adamw_float16 {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(exp_avg_sq_sqrt)) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
@@ -1074,7 +1080,9 @@ struct adamw_float32_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
@@ -1406,7 +1414,9 @@ struct adamw_bfloat16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;
@@ -1783,7 +1793,9 @@ struct adamw_float16_amsgrad {
                 const F exp_avg = load(exp_avg_kept + i);
                 const F exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), exp_avg_sq_pattern) - exp_avg_sq_start_2));
                 const F exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * exp_avg_sq_under);
-                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact + 3072.0f) + lshr(noise, 20) >> 12;
+                const F exp_avg_sq_rest = exp_avg_sq_exact - floor(exp_avg_sq_exact);
+                const F exp_avg_sq_exact_2 = fma(-0.12314802408218384f, exp_avg_sq_rest * (1.0f - exp_avg_sq_rest), exp_avg_sq_exact);
+                const I exp_avg_sq_code_3 = bits(exp_avg_sq_exact_2 + 3072.0f) + lshr(noise, 20) >> 12;
                 const F exp_avg_value = exp_avg / as_float(exp_avg_sq_start_2 + (exp_avg_sq_code_3 & 7) * 0x2db6db);
                 const F exp_avg_value_abs = abs(exp_avg_value);
                 const I exp_avg_sq_piece_2 = exp_avg_sq_code_3 >> 2;

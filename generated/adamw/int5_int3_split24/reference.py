@@ -82,6 +82,8 @@ def adamw_float32(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -219,6 +221,8 @@ def adamw_bfloat16(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
     exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
     exp_avg_value_abs = exp_avg_value.abs()
@@ -382,6 +386,8 @@ def adamw_float16(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
     exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
     exp_avg_value_abs = exp_avg_value.abs()
@@ -545,6 +551,8 @@ def adamw_float32_amsgrad(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -717,6 +725,8 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
     exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
     exp_avg_value_abs = exp_avg_value.abs()
@@ -915,6 +925,8 @@ def adamw_float16_amsgrad(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = (exp_avg_sq_pattern.clamp(max=0x5f524924) - exp_avg_sq_start).clamp(min=0).to(torch.float32)
     exp_avg_sq_exact = (exp_avg_sq_under * 3.337860584906662e-07).clamp(max=7.0)
+    exp_avg_sq_rest = exp_avg_sq_exact - exp_avg_sq_exact.floor()
+    exp_avg_sq_exact = exp_avg_sq_exact - 0.1231480244173383 * exp_avg_sq_rest * (1.0 - exp_avg_sq_rest)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).view(torch.int32) + (noise >> 20 & 0xfff) >> 12
     exp_avg_value = exp_avg / (exp_avg_sq_start + (exp_avg_sq_code & 7) * 0x2db6db).view(torch.float32)
     exp_avg_value_abs = exp_avg_value.abs()

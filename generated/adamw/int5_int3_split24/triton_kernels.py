@@ -77,6 +77,8 @@ def adamw_float32_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -355,6 +357,8 @@ def adamw_bfloat16_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
@@ -687,6 +691,8 @@ def adamw_float16_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
@@ -1017,6 +1023,8 @@ def adamw_float32_amsgrad_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -1343,6 +1351,8 @@ def adamw_bfloat16_amsgrad_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
@@ -1723,6 +1733,8 @@ def adamw_float16_amsgrad_tile(
     exp_avg_sq_start = (exp_avg_sq_top - 7) * 0x2db6db + 0x20000000
     exp_avg_sq_under = tl.maximum(tl.minimum(exp_avg_sq_pattern, 0x5f524924) - exp_avg_sq_start[:, None], 0).to(tl.float32)
     exp_avg_sq_exact = tl.minimum(3.337860584906662e-07 * exp_avg_sq_under, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    exp_avg_sq_rest = exp_avg_sq_exact - tl.floor(exp_avg_sq_exact)
+    exp_avg_sq_exact = tl.fma(-0.1231480244173383, exp_avg_sq_rest * (1.0 - exp_avg_sq_rest), exp_avg_sq_exact)
     exp_avg_sq_code = (exp_avg_sq_exact + 3072.0).to(tl.int32, bitcast=True) + (noise.to(tl.uint32, bitcast=True) >> 20).to(tl.int32, bitcast=True) >> 12
     put(exp_avg_sq_ptr, at_eight, packed(exp_avg_sq_code.to(tl.uint8), live, MASKED, 2), live_eight, MASKED)
     exp_avg_value = exp_avg * reciprocal((exp_avg_sq_start[:, None] + (exp_avg_sq_code & 7) * 0x2db6db).to(tl.float32, bitcast=True))
