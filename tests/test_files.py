@@ -479,3 +479,16 @@ def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str)
     for at, name, values in found:
         assert torch.equal(torch.tensor(values), dense[at][name][0, : len(values)])
         assert len(values) >= files.READ
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_low_bits_of_a_weight_that_was_cut_since_stay_out_of_the_file(tmp_path: Path, name: str) -> None:
+    """They count for nothing, and must not stop the file from being read."""
+    models = [nn.Sequential(cast_model(nn.Linear(8, 16, bias=False), torch.bfloat16)) for _ in range(2)]
+    for model in models:
+        assert low_bits.ATTRIBUTE in model[0].weight.__dict__
+        model[0].weight.data = model[0].weight.data[:3].clone()
+    first, second = (AdamW(model.parameters(), plan="int8_split24") for model in models)
+    save_checkpoint(tmp_path / name, first, models[0])
+    load_checkpoint(tmp_path / name, second, models[1])
+    assert torch.equal(models[0][0].weight, models[1][0].weight)

@@ -29,6 +29,9 @@ from optgen.runtime.records import dtype_name, dtype_of
 TORCH = "torch"
 """The target that is no plan: torch.optim's own form."""
 
+TRAINED = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes of parameters that have states; those of other ones are never trained, and stay as they are."""
+
 MODEL = ("model", "state_dict", "model_state_dict")
 """Under which of these training scripts save a model's state dict beside the optimizer's."""
 
@@ -133,7 +136,7 @@ def _states(cls: Any, content: Mapping[str, Any], found: Checked) -> None:
     about, saved = content["about"], content["optimizer"]
     params = [torch.empty(one["shape"], dtype=dtype_of(one["dtype"])) for one in about["parameters"]]
     for p in params:
-        p.requires_grad_()
+        p.requires_grad_(p.dtype in TRAINED)
     groups, start = [], 0
     for group in saved["param_groups"]:
         end = start + len(group["params"])
@@ -402,7 +405,7 @@ def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model:
 def _tensor(p: Parameter) -> nn.Parameter:
     """The parameter, or zeros in its place where it is not known."""
     value = torch.zeros(p.shape or (), dtype=p.dtype) if p.weight is None else p.weight.detach().clone()
-    return nn.Parameter(value, requires_grad=True)
+    return nn.Parameter(value, requires_grad=p.dtype in TRAINED)
 
 
 def _decode_own(
@@ -422,7 +425,7 @@ def _decode_own(
     full = list(opt.master_weights().values()) if all(p.weight is not None for p in found.parameters) else []
     found.states = known
     for p, exact in zip(found.parameters, full, strict=False):
-        p.weight = exact
+        p.weight = exact if p.dtype in TRAINED else p.weight
 
 
 def _decode_foreign(found: Source, rule: str, saved: Mapping[str, Any], entries: Any, file: Path) -> None:
@@ -482,10 +485,13 @@ def _grouped(found: Source, params: Sequence[Tensor]) -> list[dict[str, Any]]:
 def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, source: str) -> Any:
     """An optimizer of the new plan that has taken over states and weights."""
     params = []
-    for p in found.parameters:
-        narrow = dtype or p.dtype
+    for i, p in enumerate(found.parameters):
+        converted = dtype is not None and p.dtype.is_floating_point
+        if not (p.dtype in TRAINED or i in found.states or converted):
+            params.append(_tensor(p))
+            continue
         weight = torch.zeros(p.shape or ()) if p.weight is None else p.weight.detach().to(torch.float32)
-        q = nn.Parameter(weight.to(narrow))
+        q = nn.Parameter(weight.to(dtype or p.dtype))
         low_bits.keep(q, weight)
         params.append(q)
     try:
@@ -503,10 +509,11 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
     for group, seed in zip(opt.param_groups, seeds, strict=True):
         group.update(seed)
     for number, (p, q) in enumerate(zip(found.parameters, params, strict=True)):
+        if p.weight is not None or q not in opt.state:
+            continue
         group = next(g for g in opt.param_groups if any(q is x for x in g["params"]))
         name = number if "param_names" not in group else p.name
-        owned = any(f.owner == "p" for f in checkpoint.select(cls, group, q, name)[2].fields)
-        if p.weight is None and owned and q in opt.state:
+        if any(f.owner == "p" for f in checkpoint.select(cls, group, q, name)[2].fields):
             raise _refuse(
                 source,
                 f"plan {plan} keeps more of a weight than a {dtype_name(q.dtype)} parameter shows, "

@@ -48,7 +48,7 @@ def problem(content: Mapping[str, Any]) -> str:
 
 
 def _is_row(one: Any) -> bool:
-    """Whether it says what a parameter is."""
+    """Whether it says what a parameter is, be it one that was never trained, of integers."""
     if not isinstance(one, dict) or not {"key", "shape", "dtype"} <= one.keys():
         return False
     shape, dtype = one["shape"], one["dtype"]
@@ -57,8 +57,7 @@ def _is_row(one: Any) -> bool:
         and isinstance(shape, list)
         and all(type(size) is int and 0 <= size < 2**63 for size in shape)
         and isinstance(dtype, str)
-        and isinstance(found := getattr(torch, dtype, None), torch.dtype)
-        and found.is_floating_point
+        and isinstance(getattr(torch, dtype, None), torch.dtype)
     )
 
 

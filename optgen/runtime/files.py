@@ -63,7 +63,8 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
 
     TypeError for what could not be read back without running code; OSError where the file cannot be written.
     """
-    for p in _parameters(optimizer):
+    params = _parameters(optimizer)
+    for p in params:
         if sharding.is_sharded(p):  # before a value is looked at: ranks would wait for those that are not here
             raise _sharded("optimizer", p)
     content = {
@@ -71,7 +72,7 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
         "about": about(optimizer, model),
         "optimizer": optimizer.state_dict(),
         "model": None if model is None else dict(model.state_dict()),
-        "waiting": _waiting(optimizer),
+        "waiting": [bits if _fits(bits, p) else None for bits, p in zip(_waiting(optimizer), params, strict=True)],
         "extra": extra,
     }
     write(path, content)
@@ -224,6 +225,11 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
 def _waiting(optimizer: Optimizer) -> list[Any]:
     """Low bits that no step has taken yet, by position."""
     return [p.__dict__.get(low_bits.ATTRIBUTE) for p in _parameters(optimizer)]
+
+
+def _fits(bits: Any, p: Tensor) -> bool:
+    """Whether low bits belong to a weight, and not to one that had its place before it was cut or grown."""
+    return bits is not None and bits["low"].shape == p.shape
 
 
 def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
