@@ -24,10 +24,10 @@ demo: setup
 	@$(PY) tools/demo.py $(ARGS)
 
 test: lint
-	$(PY) -m pytest -n $(WORKERS) -m "not slow and not full" $(ARGS)
+	$(PY) -m pytest -rfEs -n $(WORKERS) -m "not slow and not full" $(ARGS)
 
 test-full: lint
-	$(PY) -m pytest -n $(WORKERS) --hypothesis-profile=full $(ARGS)
+	$(PY) -m pytest -rfEs -n $(WORKERS) --hypothesis-profile=full $(ARGS)
 	$(PY) tools/test_full.py
 
 lint: setup

@@ -158,10 +158,12 @@ def test_lightning_stopped_and_resumed(tmp_path: Path, options: dict[str, Any]) 
 
 # -- torchtitan -------------------------------------------------------------------------------------------
 
+TITAN = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
+"""What its optimizers import, of which an installation by hand may lack one."""
+
 
 def test_torchtitan_stopped_and_resumed() -> None:
-    pytest.importorskip("tyro")
-    titan = example("torchtitan_container", "torchtitan")
+    titan = example("torchtitan_container", *TITAN)
     whole, part, rest = titan.network(), titan.network(), titan.network()
     titan.train(whole, titan.container(whole), 0, 8)
     stopped = titan.container(part)
@@ -177,8 +179,7 @@ def test_torchtitan_stopped_and_resumed() -> None:
 
 def test_torchtitan_makes_states_without_a_change_of_weights() -> None:
     """Its state_dict() steps once with lr = 0 and zero gradients where there are no states yet."""
-    pytest.importorskip("tyro")
-    titan = example("torchtitan_container", "torchtitan")
+    titan = example("torchtitan_container", *TITAN)
     model, fresh = titan.network(), titan.network()
     assert titan.container(model).state_dict()
     assert same_weights(model, fresh)

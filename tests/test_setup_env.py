@@ -94,6 +94,24 @@ def test_a_failed_installation_leaves_no_stamp(
     assert "installing torch failed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("lost", ["torchtitan", "timm"])
+def test_without_one_framework_the_other_is_installed(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    asked: list[str] = []
+
+    def pip(*arguments: str) -> bool:
+        asked.extend(arguments)
+        return lost not in arguments
+
+    monkeypatch.setattr(setup_env, "pip", pip)
+    setup_env.install_frameworks()
+    assert {*setup_env.BARE, *setup_env.APART} <= {*asked}
+    said = capsys.readouterr().out.splitlines()
+    (failed,) = (line for line in said if "could not be installed" in line)
+    assert failed.startswith(f"setup: {lost} could not be installed, its tests will be skipped")
+
+
 def test_every_direct_requirement_is_pinned(setup_env: ModuleType) -> None:
     def names(file: str) -> set[str]:
         lines = (ROOT / "requirements" / file).read_text().splitlines()

@@ -34,7 +34,9 @@ def prepared() -> ModuleType:
     """The example; before it the names of torchvision's operators, where their library is for another build of torch
     and torchvision stops when it looks them up.  Nothing here calls them."""
     sys.path.append(str(FOLDER))
-    if not torch.backends.cuda.is_built():
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # only then: a library that fits defines them itself, and must be the first to do it
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
@@ -93,6 +95,7 @@ CHECKS = {"stopped_and_resumed": stopped_and_resumed, "beside_torchs": beside_to
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # as in tests/conftest.py: threads that wait for one another take five times the work
     made = prepared()
     for name, check in CHECKS.items():
         check(made)

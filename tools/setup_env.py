@@ -143,6 +143,15 @@ def install_torch(kind: str) -> None:
     raise failed("installing torch")
 
 
+def install_frameworks() -> None:
+    """Those that only a few tests and an example each ask for: without one, the others are installed all the same."""
+    for names, where in ((BARE, ()), (APART, ("--upgrade", "--target", str(FRAMEWORKS)))):
+        say(f"{names[0]}, without what it depends on")
+        if not pip("--no-deps", *where, *names):
+            again = f"{LOG.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
+            say(f"{names[0]} could not be installed, its tests will be skipped ({again})")
+
+
 def install(kind: str) -> None:
     make_venv()
     LOG.write_text("")
@@ -151,9 +160,7 @@ def install(kind: str) -> None:
     say("the packages of requirements/dev.txt" + (f" and triton {TRITON}" if triton else ""))
     if not pip("-r", str(ROOT / "requirements/dev.txt"), *triton):
         raise failed("installing the pinned packages")
-    say(f"{', '.join(APART)} and {BARE[0]}, without what they depend on")
-    if not (pip("--no-deps", *BARE) and pip("--no-deps", "--upgrade", "--target", str(FRAMEWORKS), *APART)):
-        say("not all of them could be installed: their tests will be skipped")
+    install_frameworks()
     say("optgen itself (editable)")
     if not pip("--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
         raise failed("installing optgen")
