@@ -530,18 +530,18 @@ def a_step_that_broke_off(here: Here) -> None:
     runs.one.step()
     runs.many.step()
     runs.same()
-    # Rank 0 breaks off, rank 1 does not and goes on.
+    # Rank 0 breaks off, rank 1 does not and goes on: both are told, and neither waits for the other.
     give()
     if here.rank == 0:
         broken(runs.many, 1)
-        runs.many.step()
     else:
         runs.many.step()
         give()
-        kept = [p.to_local().clone() for p in runs.parts]
-        with refused(RuntimeError, "parameter 0 (bfloat16 [4160]) made its step on other ranks", "have parted"):
-            runs.many.step()
-        assert all(torch.equal(p.to_local(), old) for p, old in zip(runs.parts, kept, strict=True))
+    kept = [p.to_local().clone() for p in runs.parts]
+    where = ("this rank", "not on all others") if here.rank == 0 else ("other ranks", "not on this one")
+    with refused(RuntimeError, f"parameter 0 (bfloat16 [4160]) made its step on {where[0]}", where[1], "have parted"):
+        runs.many.step()
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(runs.parts, kept, strict=True))
 
 
 @case(2)

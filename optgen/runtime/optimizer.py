@@ -789,7 +789,7 @@ class Optimizer(torch.optim.Optimizer):
     def _gradients_elsewhere(self, sharded: type) -> dict[Tensor, Tensor]:
         """Parameters that have no gradient here but on other ranks, which wait for this one: each with one of zeros.
 
-        RuntimeError where other ranks have made a parameter's step, and this one has not.
+        RuntimeError, on all of them, where some ranks have made a parameter's step and others have not.
         """
         wanted = self._senders(sharded)
         if wanted and control.capturing():
@@ -802,14 +802,17 @@ class Optimizer(torch.optim.Optimizer):
         broke_off = self._broke_off
         made = [broke_off is not None and broke_off.made(p, p.grad) for p in wanted]
         found = sharding.agreed(wanted, made)
-        parted = [p for p, has, done in zip(wanted, found, made, strict=True) if has == sharding.MADE and not done]
-        if parted:
+        seen = [(p, done) for p, has, done in zip(wanted, found, made, strict=True) if has == sharding.MADE]
+        behind = [p for p, done in seen if not done]
+        # Those that have made it refuse too: they would wait for the others.
+        if seen and sharding.anywhere(bool(behind), [p for p, _ in seen]):
             which = {id(entry.p): entry.name for entry in self._entries()}
+            some = behind or [p for p, _ in seen]
             raise RuntimeError(
-                f"{type(self).__name__}: {state.label(parted[0], which[id(parted[0])])}"
-                + (f" and {len(parted) - 1} more" if len(parted) > 1 else "")
-                + " made its step on other ranks before an error broke that off there, and not on this one: the ranks "
-                "have parted, go on from a checkpoint"
+                f"{type(self).__name__}: {state.label(some[0], which[id(some[0])])}"
+                + (f" and {len(some) - 1} more" if len(some) > 1 else "")
+                + f" made its step on {'other ranks' if behind else 'this rank'} before an error broke that off there, "
+                f"and not on {'this one' if behind else 'all others'}: the ranks have parted, go on from a checkpoint"
             )
         lacking = [p for p, has in zip(wanted, found, strict=True) if has == sharding.TO_MAKE and p.grad is None]
         return {p: torch.zeros_like(p) for p in lacking}
