@@ -192,6 +192,22 @@ def test_state_dicts(cls: Any, plan: str) -> None:
     assert min(outcomes.values()) > 2, outcomes
 
 
+def test_states_whose_memory_was_freed() -> None:
+    """As sharding and offloading free it: reading there would end the process."""
+    saved = ready(AdamW, "int8_split24", 1)[1].state_dict()
+    model, opt = ready(AdamW, "int8_split24", 1, seed=5)
+    before = everything(model, opt)
+    kept = saved["state"][0]["exp_avg"]
+    saved["state"][0]["exp_avg"] = gone = kept.clone()
+    gone.untyped_storage().resize_(gone.untyped_storage().nbytes() - 1)
+    with pytest.raises(ValueError, match="exp_avg: expected a tensor with values, got one whose memory was freed"):
+        opt.load_state_dict(saved)
+    assert everything(model, opt) == before
+    saved["state"][0]["exp_avg"] = kept.t().contiguous().t()  # the same in another order
+    opt.load_state_dict(saved)
+    assert bits(opt.state_dict()["state"][0]["exp_avg"]) == bits(kept)
+
+
 # -- files ------------------------------------------------------------------------------------------------------
 
 

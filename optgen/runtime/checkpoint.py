@@ -22,7 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
@@ -236,8 +236,13 @@ def _is_key(number: object) -> bool:
 
 
 def has_values(value: Tensor) -> bool:
-    """Whether a tensor has memory with a place for each of its elements."""
-    return value.layout is torch.strided and not value.is_meta
+    """Whether a tensor has memory with a place for each of its elements: reading others ends the process."""
+    if value.layout is not torch.strided or value.is_meta:
+        return False
+    if type(value) not in (Tensor, nn.Parameter) or not value.numel():  # those of other types are made of others
+        return True
+    last = value.storage_offset() + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _is_there(entry: object) -> bool:
@@ -451,7 +456,8 @@ def _load_one(
         return None
     for key, value in found.items():
         if isinstance(value, Tensor) and not has_values(value):
-            kind = "on the meta device" if value.is_meta else f"of layout {value.layout}"
+            strange = f"of layout {value.layout}" if value.layout is not torch.strided else "whose memory was freed"
+            kind = "on the meta device" if value.is_meta else strange
             misfits.add(f"{where}: {key}: expected a tensor with values, got one {kind}")
             return None
     try:
