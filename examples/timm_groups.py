@@ -1,5 +1,6 @@
 """A generated optimizer under timm: its groups (layer decay, none for vectors), its registry and its schedule.
 
+    pip install timm        (and a torchvision of the same build as torch, without which timm cannot be imported)
     python examples/timm_groups.py --steps 20
 
 Registered under a name it is made by `create_optimizer_v2`, as timm's own training script does.  Schedulers of timm

@@ -61,10 +61,9 @@ class BrokenOff:
                 names.append(repr(entry.name))
                 if g is None:
                     self._without.add(p)
-                elif g.is_inference():
+                elif (here := sharding.local(g)).is_inference():  # has no version
                     self._again += 1
                 else:
-                    here = sharding.local(g)
                     self._made[p] = (weakref.ref(g), here._version, _bits(here))
                 continue
             if g is None:
