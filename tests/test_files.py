@@ -219,6 +219,15 @@ def test_safetensors_of_others_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "x.safetensors", opt, model)
 
 
+@pytest.mark.parametrize("text", ['{"tensor": "x"}', "[]", '{"a": 1, "b": 2}', '{"dict": 1}', "no json", "[" * 10**5])
+def test_safetensors_of_a_true_checksum_without_content(tmp_path: Path, text: str) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    metadata = {"format": "pt", "optgen": text, "sha256": files._digest(text, {})}
+    (tmp_path / "run.safetensors").write_bytes(package.save({}, metadata=metadata))
+    with pytest.raises(CheckpointError, match=r"lists no content|holds a"):
+        files.read(tmp_path / "run.safetensors")
+
+
 def test_without_safetensors_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = ready()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

@@ -475,8 +475,12 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     rest = {k: v for k, v in metadata.items() if k not in ("optgen", "sha256")}
     if rest != {"format": "pt"} or metadata.get("sha256") != _digest(metadata["optgen"], tensors):
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its content")
-    found = _unlisted(json.loads(metadata["optgen"]), tensors)
-    assert isinstance(found, dict)
+    try:
+        found = _unlisted(json.loads(metadata["optgen"]), tensors)
+    except (LookupError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: its text lists no content: {error!r:.80}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a dict")
     return found
 
 
