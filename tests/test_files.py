@@ -478,6 +478,24 @@ def test_low_bits_go_to_the_parameter_of_their_name(tmp_path: Path) -> None:
                 assert torch.equal(low_bits.exact(p), want[name]), name
 
 
+def test_numbers_of_numpy_that_a_schedule_gave(tmp_path: Path) -> None:
+    """Files with them could not be loaded without running code; the run goes on at the same rate."""
+    model, opt = ready(steps=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: np.cos(step / 10))
+    train(opt, range(2))
+    schedule.step()
+    opt.param_groups[0]["betas"] = (np.float64(0.8), 0.99)
+    assert type(opt.param_groups[0]["lr"]) is np.float64
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    torch.save(opt.state_dict(), tmp_path / "states.pt")
+    saved = torch.load(tmp_path / "states.pt", weights_only=True)["param_groups"][0]
+    other, again = ready(seed=1, steps=0)
+    load_checkpoint(tmp_path / "run.pt", again, other)
+    for group in (saved, again.param_groups[0]):
+        assert (type(group["lr"]), group["lr"], group["betas"]) == (float, 0.01 * np.cos(0.1), (0.8, 0.99))
+    assert type(opt.param_groups[0]["lr"]) is np.float64  # the live group stays as it was
+
+
 @pytest.mark.parametrize("plan", ["int8_split24", "int6_split24", "int5_split24", "int4_split24", "int5_int3_split24"])
 def test_the_values_in_a_file_are_those_of_the_states(tmp_path: Path, plan: str) -> None:
     model, opt = ready(plan=plan)

@@ -1004,9 +1004,14 @@ class Optimizer(torch.optim.Optimizer):
         self._trained = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's.  RuntimeError between `eval()` and `train()`: the model then holds other weights."""
+        """As torch's, its options in Python's own numbers.  RuntimeError between `eval()` and `train()`: the model then
+        holds other weights."""
         self._refuse_in_evaluation("state_dict()")
-        return super().state_dict()
+        found = super().state_dict()
+        for group in found.get("param_groups", ()):  # hooks may have made it another
+            if isinstance(group, dict):
+                group.update(options.in_plain_numbers(type(self), group))
+        return found
 
     def _refuse_in_evaluation(self, what: str) -> None:
         if self._trained is not None:

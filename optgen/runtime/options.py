@@ -174,6 +174,21 @@ def warn_unknown(cls: Any, group: Mapping[str, Any]) -> None:
             warn(f"{cls.__name__}: parameter group option {key!r} has no effect; did you mean {close[0]!r}?", cls)
 
 
+def in_plain_numbers(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group, Python's floats where a schedule gave it NumPy's: a file of these could not be
+    loaded without running code."""
+    return {hyper.name: _plain_number(group[hyper.name]) for hyper in cls.HYPERS if hyper.name in group}
+
+
+def _plain_number(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain_number, value))
+    if type(value) in (bool, int, float) or isinstance(value, Tensor):
+        return value
+    number = as_float(value)
+    return value if number is None else number
+
+
 def set_missing(group: MutableMapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for key, value in defaults.items():
         group.setdefault(key, value)
