@@ -104,6 +104,21 @@ def test_a_field_visits_equal_parts_of_its_range_once_each(shift: int, bits: int
         assert (visited == torch.arange(parts)[:, None]).all()
 
 
+def test_fields_of_few_bits_move_too() -> None:
+    """A format may ask for fewer bits than the place in a window has: each of its numbers comes as often as the others,
+    in every row of as many steps."""
+    dealt, nodes = deal({"first": 12, "few": 6, "one": 1, "last": 5})
+    assert len(nodes) == 1
+    code = Printer(SPELL, {}).text(nodes[0])
+    for name in ("few", "one", "last"):
+        shift, bits = dealt[name].shift, dealt[name].bits
+        names = {"b": Blocks(torch.empty(64), 1), "stream_key": 7, "torch": torch, "rotl": rotl}
+        draws = torch.stack([eval(code, {**names, "step_key": step_key(0, t)}) for t in range(WINDOW)]).long()
+        field = ((draws & 0xFFFFFFFF) >> shift) & ((1 << bits) - 1)
+        rows = field.view(-1, 1 << bits, 64).sort(1).values
+        assert (rows == torch.arange(1 << bits)[:, None]).all()
+
+
 @pytest.mark.parametrize("beta", [0.9, 0.98])
 def test_windows_do_not_resonate_with_grids_that_move(beta: float) -> None:
     """An average on codes whose grid moves evenly, at 24 speeds from a hundredth of a cell to three cells per step: its
