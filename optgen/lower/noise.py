@@ -13,7 +13,7 @@ their noise is not independent over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from optgen.formats.format import Noise
 from optgen.ir import node as ir
@@ -63,18 +63,21 @@ def _part(step: Value, shift: int, bits: int) -> Value:
     return part
 
 
-def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = ()) -> Node:
+def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = (), *, anew: bool = False) -> Node:
     """The k-th 32-bit word of an element: hash(index, stream_key, window of step_key) ^ place of step_key * at.
 
     narrow  (shift, bits) of the fields of fewer than PLACE bits
+    anew    another hash at every step instead, no place
     """
     index = Value(ir.index())
     stream, step = Value(ir.key("stream_key")), Value(ir.key("step_key"))
     x = lshr(index, 3) ^ stream ^ (step & -WINDOW)
+    if anew:  # far from what sets the eights of a tensor apart
+        x = x ^ (step & (WINDOW - 1)) * _i32(M2)
     x = (x ^ _i32(salt(k)) if k else x) * _i32(M1)
     x = (x ^ lshr(x, 16)) * _i32(M2)
     x = x ^ lshr(x, 15)
-    moved = x ^ (step & (WINDOW - 1)) * _i32(at)
+    moved = x if anew else x ^ (step & (WINDOW - 1)) * _i32(at)
     for shift, bits in narrow:
         moved = moved ^ _part(step, shift, bits)
     y = (x ^ lshr(x, 16)) * _i32(M3)
@@ -86,20 +89,19 @@ def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = ()) -> Node:
     return out.node
 
 
-def deal(wants: dict[str, int]) -> tuple[dict[str, Noise], list[Node]]:
+def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, Noise], list[Node]]:
     """Noise for each field that wants bits, first come first served, a new word where 32 bits run out.
 
     The first field of a word takes its top bits and the last one its bottom bits: the one needs only a shift, the
     other only a mask.
+
+    rare  fields that are not stored at every step; they have words of their own, drawn anew at each.  Of a window they
+          would see some places only, at every second step those of the same half of the range: rounding would lean to
+          one side for a whole window.
     """
-    shares: list[dict[str, int]] = []
-    for name, bits in wants.items():
-        if bits > 32:
-            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
-        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
-            shares.append({})
-        if bits:
-            shares[-1][name] = bits
+    shares = _shares({name: bits for name, bits in wants.items() if name not in rare})
+    often = len(shares)
+    shares += _shares({name: bits for name, bits in wants.items() if name in rare})
     out: dict[str, Noise] = {}
     words = []
     for k, share in enumerate(shares):
@@ -109,9 +111,23 @@ def deal(wants: dict[str, int]) -> tuple[dict[str, Noise], list[Node]]:
             top -= bits
             last = len(share) > 1 and name == list(share)[-1]
             fields[name] = 0 if last else top, bits
-        words.append(word(k, places(fields.values()), [f for f in fields.values() if f[1] < PLACE]))
+        narrow = [f for f in fields.values() if f[1] < PLACE]
+        words.append(word(k, places(fields.values()), narrow) if k < often else word(k, 0, anew=True))
         out |= {name: Noise(Value(words[k]), shift, bits) for name, (shift, bits) in fields.items()}
     return out, words
+
+
+def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
+    """Of each word: its fields and their bits."""
+    shares: list[dict[str, int]] = []
+    for name, bits in wants.items():
+        if bits > 32:
+            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
+        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
+            shares.append({})
+        if bits:
+            shares[-1][name] = bits
+    return shares
 
 
 __all__ = ["WINDOW", "deal", "places", "word"]
