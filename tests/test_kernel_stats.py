@@ -9,6 +9,7 @@ meant to move them: `python tools/kernel_stats.py --update`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ WRITES = {
 SCALES = 16  # bits: a block's scale or header, the only narrow access
 
 
+OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, by `make setup`
 WATCHED = ("bnb8", "torchao4", "lpmm4", "int5_factored_split24")
 
 
@@ -142,3 +144,20 @@ def test_instructions_stay_within_the_roofline(
     stats: dict[tuple[str, str], dict[str, Any]], kernel: str, target: str
 ) -> None:
     assert stats[kernel, target]["per_element"] <= LIMITS[kernel, target]
+
+
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is not installed: make setup")
+def test_the_oldest_triton_makes_no_more_of_them(compiling: dict[str, str]) -> None:
+    """Its passes over layouts differ: values once went through shared memory there, and nowhere else."""
+    asked = ["--chosen", "--json", "--target", "sm_90", "int8"]
+    command = [sys.executable, str(ROOT / "tools" / "kernel_stats.py"), *asked]
+    env = {**compiling, "PYTHONPATH": os.pathsep.join([str(OLDEST), compiling.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == {kernel for kernel, _ in LIMITS}
+    for row in rows:
+        before = BASELINES[row["triton"]][f"{row['kernel']} sm_90"]
+        assert row["per_element"] <= min(before["per_element"] * SLACK, LIMITS[row["kernel"], "sm_90"]), row["kernel"]
+        assert (row["stack"], row["shared"]) == (0, 0), row["kernel"]
+        assert row["registers"] <= 64, row["kernel"]

@@ -33,6 +33,9 @@ BARE = ("torchtitan", "tyro", "typeguard", "docstring_parser", "spmd_types")
 APART = ("timm", "torchvision")
 """Installed into FRAMEWORKS: beside a CPU build of torch, a torchvision that is none stops all that import it."""
 FRAMEWORKS = VENV / "frameworks"
+OLDEST_TRITON = "3.6.0"
+"""The oldest version that kernels are counted under, beside the one that tests run with; in a folder of its own."""
+OLDEST = VENV / "oldest"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
 
 
@@ -150,6 +153,9 @@ def install_frameworks() -> None:
         if not pip("--no-deps", *where, *names):
             again = f"{LOG.relative_to(ROOT)} says why; to try again delete {STAMP.relative_to(ROOT)}"
             say(f"{names[0]} could not be installed, its tests will be skipped ({again})")
+    say(f"triton {OLDEST_TRITON}, to count kernels under")
+    if not pip("--no-deps", "--upgrade", "--target", str(OLDEST), f"triton=={OLDEST_TRITON}"):
+        say("it could not be installed, its tests will be skipped")
 
 
 def install(kind: str) -> None:

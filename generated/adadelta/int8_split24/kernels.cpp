@@ -169,8 +169,6 @@ struct adadelta_float32 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -434,8 +432,6 @@ struct adadelta_bfloat16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -745,8 +741,6 @@ struct adadelta_float16 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const I acc_delta_pattern = load(acc_delta_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;

@@ -1061,7 +1061,6 @@ struct adafactor_float32_no_factored_3 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I variance_pattern = load(variance_pattern_kept + b);
             const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
             const I variance_below = smallest_of_block - 0x80000 >> 22;
@@ -1456,7 +1455,6 @@ struct adafactor_bfloat16_no_factored_3 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I variance_pattern = load(variance_pattern_kept + b);
             const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
             const I variance_below = smallest_of_block - 0x80000 >> 22;
@@ -1844,7 +1842,6 @@ struct adafactor_float16_no_factored_3 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I variance_pattern = load(variance_pattern_kept + b);
             const I variance_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I variance_above = (variance_largest + 0x80000 >> 22) + 1;
             const I variance_below = smallest_of_block - 0x80000 >> 22;

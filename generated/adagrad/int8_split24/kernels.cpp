@@ -120,7 +120,6 @@ struct adagrad_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F sum_sqrt = load(sum_sqrt_kept + b);
             const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
             const I sum_below = smallest_of_block - 0x80000 >> 22;
@@ -302,7 +301,6 @@ struct adagrad_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F sum_sqrt = load(sum_sqrt_kept + b);
             const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
             const I sum_below = smallest_of_block - 0x80000 >> 22;
@@ -530,7 +528,6 @@ struct adagrad_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F sum_sqrt = load(sum_sqrt_kept + b);
             const I sum_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I sum_above = (sum_largest + 0x80000 >> 22) + 1;
             const I sum_below = smallest_of_block - 0x80000 >> 22;

@@ -111,7 +111,6 @@ struct adam_mini_float32_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
-            const F m = load(m_kept + b);
             const I m_up = max(I(0x4800000), m_top) + 32767;
             const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
             const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
@@ -431,7 +430,6 @@ struct adam_mini_bfloat16_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
-            const F m = load(m_kept + b);
             const I m_up = max(I(0x4800000), m_top) + 32767;
             const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
             const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
@@ -1003,7 +1001,6 @@ struct adam_mini_float32_no_by_rows_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
-            const F m = load(m_kept + b);
             const I m_up = max(I(0x4800000), m_top) + 32767;
             const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
             const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);
@@ -1323,7 +1320,6 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I m_top = largest(m_top_kept + b);
-            const F m = load(m_kept + b);
             const I m_up = max(I(0x4800000), m_top) + 32767;
             const I m_up_2 = where(m_top < 0x7f800000, m_up, I(0x7fc00000));
             const I m_divisor = min(I(0x7f7fffff), m_up_2 & 0x7fff8000);

@@ -110,8 +110,6 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
@@ -267,8 +265,6 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
@@ -421,8 +417,6 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
@@ -568,9 +562,6 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
@@ -759,9 +750,6 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
@@ -947,9 +935,6 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_value = load(exp_avg_sq_value_kept + b);
-            const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + b);
             const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
             const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;

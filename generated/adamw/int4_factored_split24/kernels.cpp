@@ -197,7 +197,6 @@ struct adamw_float32_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -258,7 +257,6 @@ struct adamw_float32_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -510,7 +508,6 @@ struct adamw_bfloat16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -571,7 +568,6 @@ struct adamw_bfloat16_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -862,7 +858,6 @@ struct adamw_float16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -923,7 +918,6 @@ struct adamw_float16_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1175,8 +1169,6 @@ struct adamw_float32_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1257,7 +1249,6 @@ struct adamw_float32_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1557,8 +1548,6 @@ struct adamw_bfloat16_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1639,7 +1628,6 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1978,8 +1966,6 @@ struct adamw_float16_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -2060,7 +2046,6 @@ struct adamw_float16_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2400,7 +2385,6 @@ struct adamw_float32_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2794,7 +2778,6 @@ struct adamw_bfloat16_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3023,7 +3006,6 @@ struct adamw_float16_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3430,7 +3412,6 @@ struct adamw_float32_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3910,7 +3891,6 @@ struct adamw_bfloat16_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -4164,7 +4144,6 @@ struct adamw_float16_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

@@ -207,7 +207,6 @@ struct adamw_float32_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -270,7 +269,6 @@ struct adamw_float32_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -541,7 +539,6 @@ struct adamw_bfloat16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -604,7 +601,6 @@ struct adamw_bfloat16_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -914,7 +910,6 @@ struct adamw_float16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -977,7 +972,6 @@ struct adamw_float16_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1253,8 +1247,6 @@ struct adamw_float32_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1340,7 +1332,6 @@ struct adamw_float32_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1667,8 +1658,6 @@ struct adamw_bfloat16_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1754,7 +1743,6 @@ struct adamw_bfloat16_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2120,8 +2108,6 @@ struct adamw_float16_amsgrad_vector {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -2207,7 +2193,6 @@ struct adamw_float16_amsgrad_vector {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2565,7 +2550,6 @@ struct adamw_float32_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2971,7 +2955,6 @@ struct adamw_bfloat16_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3212,7 +3195,6 @@ struct adamw_float16_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3632,7 +3614,6 @@ struct adamw_float32_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -4124,7 +4105,6 @@ struct adamw_bfloat16_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -4390,7 +4370,6 @@ struct adamw_float16_amsgrad_7 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

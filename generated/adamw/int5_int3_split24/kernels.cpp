@@ -147,7 +147,6 @@ struct adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -185,7 +184,6 @@ struct adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -413,7 +411,6 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -451,7 +448,6 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -724,7 +720,6 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -762,7 +757,6 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1048,8 +1042,6 @@ struct adamw_float32_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -1112,7 +1104,6 @@ struct adamw_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1382,8 +1373,6 @@ struct adamw_bfloat16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -1446,7 +1435,6 @@ struct adamw_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1761,8 +1749,6 @@ struct adamw_float16_amsgrad {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
             const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
@@ -1825,7 +1811,6 @@ struct adamw_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

@@ -165,7 +165,6 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -228,7 +227,6 @@ struct adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -473,7 +471,6 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -536,7 +533,6 @@ struct adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -826,7 +822,6 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -889,7 +884,6 @@ struct adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1206,8 +1200,6 @@ struct adamw_float32_amsgrad {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1293,7 +1285,6 @@ struct adamw_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1594,8 +1585,6 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -1681,7 +1670,6 @@ struct adamw_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2027,8 +2015,6 @@ struct adamw_float16_amsgrad {
             const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
             const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(32.5f / to_float(min(I(32), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
@@ -2114,7 +2100,6 @@ struct adamw_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

@@ -165,8 +165,6 @@ struct adamw_float32_vector {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -360,8 +358,6 @@ struct adamw_bfloat16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -551,8 +547,6 @@ struct adamw_float16_vector {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -767,9 +761,6 @@ struct adamw_float32_amsgrad_vector {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -1005,9 +996,6 @@ struct adamw_bfloat16_amsgrad_vector {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -1239,9 +1227,6 @@ struct adamw_float16_amsgrad_vector {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_top = max(F(3.009265538105056e-36f), as_float(largest_of_block));
@@ -1429,7 +1414,6 @@ struct adamw_float32_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
@@ -1733,7 +1717,6 @@ struct adamw_bfloat16_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
@@ -1932,7 +1915,6 @@ struct adamw_float16_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
@@ -2124,7 +2106,6 @@ struct adamw_float32_amsgrad_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
@@ -2511,7 +2492,6 @@ struct adamw_bfloat16_amsgrad_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
@@ -2764,7 +2744,6 @@ struct adamw_float16_amsgrad_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);

@@ -119,8 +119,6 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
@@ -307,8 +305,6 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
@@ -497,8 +493,6 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
@@ -705,9 +699,6 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
@@ -933,9 +924,6 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
@@ -1163,9 +1151,6 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
             const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
             const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));

@@ -123,8 +123,6 @@ struct adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
@@ -324,8 +322,6 @@ struct adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
@@ -527,8 +523,6 @@ struct adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
@@ -750,9 +744,6 @@ struct adamw_float32_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
@@ -999,9 +990,6 @@ struct adamw_bfloat16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));
@@ -1250,9 +1238,6 @@ struct adamw_float16_amsgrad {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
             const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq = load(exp_avg_sq_kept + b);
-            const F max_exp_avg_sq = load(max_exp_avg_sq_kept + b);
             const I exp_avg_share = bits(as_float(exp_avg_top) * one_over_448);
             const I exp_avg_share_where = where(exp_avg_top < 0x7f800000, exp_avg_share, I(0x7fc00000));
             const F exp_avg_scale_2 = as_float(where(exp_avg_share_where < 0x7f800000, max(I(0x2720d7c5), exp_avg_share_where), I(0x7fc00000)));

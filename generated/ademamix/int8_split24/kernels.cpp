@@ -210,8 +210,6 @@ struct ademamix_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
-            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -285,7 +283,6 @@ struct ademamix_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -557,8 +554,6 @@ struct ademamix_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
-            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -632,7 +627,6 @@ struct ademamix_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -950,8 +944,6 @@ struct ademamix_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
-            const F exp_avg_slow = load(exp_avg_slow_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1025,7 +1017,6 @@ struct ademamix_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

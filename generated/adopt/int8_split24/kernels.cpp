@@ -155,8 +155,6 @@ struct adopt_float32 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -410,8 +408,6 @@ struct adopt_bfloat16 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -697,8 +693,6 @@ struct adopt_float16 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -980,8 +974,6 @@ struct adopt_float32_decoupled_weight_decay {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1233,8 +1225,6 @@ struct adopt_bfloat16_decoupled_weight_decay {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1530,8 +1520,6 @@ struct adopt_float16_decoupled_weight_decay {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

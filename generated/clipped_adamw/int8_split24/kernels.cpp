@@ -243,7 +243,6 @@ struct clipped_adamw_float32_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -299,7 +298,6 @@ struct clipped_adamw_float32_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -699,7 +697,6 @@ struct clipped_adamw_bfloat16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -755,7 +752,6 @@ struct clipped_adamw_bfloat16_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1125,7 +1121,6 @@ struct clipped_adamw_float16_4 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1181,7 +1176,6 @@ struct clipped_adamw_float16_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1570,8 +1564,6 @@ struct clipped_adamw_float32_amsgrad_4 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1647,7 +1639,6 @@ struct clipped_adamw_float32_amsgrad_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2042,8 +2033,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -2119,7 +2108,6 @@ struct clipped_adamw_bfloat16_amsgrad_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2484,8 +2472,6 @@ struct clipped_adamw_float16_amsgrad_4 {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -2561,7 +2547,6 @@ struct clipped_adamw_float16_amsgrad_4 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

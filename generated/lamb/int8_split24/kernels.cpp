@@ -166,7 +166,6 @@ struct lamb_float32_1 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -222,7 +221,6 @@ struct lamb_float32_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -658,7 +656,6 @@ struct lamb_bfloat16_1 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -714,7 +711,6 @@ struct lamb_bfloat16_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1218,7 +1214,6 @@ struct lamb_float16_1 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1274,7 +1269,6 @@ struct lamb_float16_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

@@ -189,7 +189,6 @@ struct lars_float32_3 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -526,7 +525,6 @@ struct lars_bfloat16_3 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -829,7 +827,6 @@ struct lars_float16_3 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);

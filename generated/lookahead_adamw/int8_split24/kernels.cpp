@@ -155,7 +155,6 @@ struct lookahead_adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -211,7 +210,6 @@ struct lookahead_adamw_float32 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -434,7 +432,6 @@ struct lookahead_adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -490,7 +487,6 @@ struct lookahead_adamw_bfloat16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -758,7 +754,6 @@ struct lookahead_adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -814,7 +809,6 @@ struct lookahead_adamw_float16 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1077,7 +1071,6 @@ struct lookahead_adamw_float32_sync {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1133,7 +1126,6 @@ struct lookahead_adamw_float32_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1359,7 +1351,6 @@ struct lookahead_adamw_bfloat16_sync {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1415,7 +1406,6 @@ struct lookahead_adamw_bfloat16_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1687,7 +1677,6 @@ struct lookahead_adamw_float16_sync {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1743,7 +1732,6 @@ struct lookahead_adamw_float16_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2031,8 +2019,6 @@ struct lookahead_adamw_float32_amsgrad {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -2108,7 +2094,6 @@ struct lookahead_adamw_float32_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2374,8 +2359,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -2451,7 +2434,6 @@ struct lookahead_adamw_bfloat16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2762,8 +2744,6 @@ struct lookahead_adamw_float16_amsgrad {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -2839,7 +2819,6 @@ struct lookahead_adamw_float16_amsgrad {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3145,8 +3124,6 @@ struct lookahead_adamw_float32_amsgrad_sync {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -3222,7 +3199,6 @@ struct lookahead_adamw_float32_amsgrad_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3491,8 +3467,6 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -3568,7 +3542,6 @@ struct lookahead_adamw_bfloat16_amsgrad_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3883,8 +3856,6 @@ struct lookahead_adamw_float16_amsgrad_sync {
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
             const I smallest_of_block_2 = smallest(smallest_of_block_2_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -3960,7 +3931,6 @@ struct lookahead_adamw_float16_amsgrad_sync {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_value = load(exp_avg_value_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);

@@ -155,8 +155,6 @@ struct madgrad_float32 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -394,8 +392,6 @@ struct madgrad_bfloat16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -679,8 +675,6 @@ struct madgrad_float16 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -959,8 +953,6 @@ struct madgrad_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1199,8 +1191,6 @@ struct madgrad_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -1486,8 +1476,6 @@ struct madgrad_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const I grad_sum_sq_pattern = load(grad_sum_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I grad_sum_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I grad_sum_sq_above = (grad_sum_sq_largest + 0x80000 >> 22) + 1;
             const I grad_sum_sq_below = smallest_of_block - 0x80000 >> 22;

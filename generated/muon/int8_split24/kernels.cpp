@@ -146,8 +146,6 @@ struct muon_float32_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -389,8 +387,6 @@ struct muon_bfloat16_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -677,8 +673,6 @@ struct muon_float16_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -951,7 +945,6 @@ struct muon_float32_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1243,7 +1236,6 @@ struct muon_bfloat16_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1776,7 +1768,6 @@ struct muon_float32_no_nesterov_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1971,7 +1962,6 @@ struct muon_bfloat16_no_nesterov_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);

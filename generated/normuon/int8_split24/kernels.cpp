@@ -148,8 +148,6 @@ struct normuon_float32_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -391,8 +389,6 @@ struct normuon_bfloat16_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -679,8 +675,6 @@ struct normuon_float16_no_matrix {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -921,7 +915,6 @@ struct normuon_float32_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1554,7 +1547,6 @@ struct normuon_bfloat16_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);

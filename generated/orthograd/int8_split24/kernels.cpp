@@ -877,7 +877,6 @@ struct orthograd_float32_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1310,7 +1309,6 @@ struct orthograd_bfloat16_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -1721,7 +1719,6 @@ struct orthograd_float16_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -2050,7 +2047,6 @@ struct orthograd_float32_nesterov_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -2243,7 +2239,6 @@ struct orthograd_bfloat16_nesterov_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -2485,7 +2480,6 @@ struct orthograd_float16_nesterov_has_momentum_5 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);

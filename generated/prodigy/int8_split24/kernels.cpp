@@ -279,9 +279,6 @@ struct prodigy_float32_2 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -951,7 +948,6 @@ struct prodigy_bfloat16_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -1253,8 +1249,6 @@ struct prodigy_bfloat16_5 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -1761,7 +1755,6 @@ struct prodigy_float16_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -1989,8 +1982,6 @@ struct prodigy_float16_5 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2463,9 +2454,6 @@ struct prodigy_float32_safeguard_warmup_2 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -2782,7 +2770,6 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -3027,7 +3014,6 @@ struct prodigy_float16_safeguard_warmup_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -3366,9 +3352,6 @@ struct prodigy_float32_use_bias_correction_2 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -3874,7 +3857,6 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -4144,8 +4126,6 @@ struct prodigy_bfloat16_use_bias_correction_5 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -4573,7 +4553,6 @@ struct prodigy_float16_use_bias_correction_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -4801,8 +4780,6 @@ struct prodigy_float16_use_bias_correction_5 {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -5278,9 +5255,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I s_top = largest(s_top_kept + b);
-            const F exp_avg = load(exp_avg_kept + b);
-            const I exp_avg_sq_pattern = load(exp_avg_sq_pattern_kept + b);
-            const F s = load(s_kept + b);
             const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
             const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
             const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
@@ -5603,7 +5577,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);
@@ -5851,7 +5824,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I s_top = largest(s_top_kept + b);
-            const F s = load(s_kept + b);
             const I s_up = max(I(0x4800000), s_top) + 32767;
             const I s_up_2 = where(s_top < 0x7f800000, s_up, I(0x7fc00000));
             const I s_divisor = min(I(0x7f7fffff), s_up_2 & 0x7fff8000);

@@ -125,7 +125,6 @@ struct rmsprop_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -314,7 +313,6 @@ struct rmsprop_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -549,7 +547,6 @@ struct rmsprop_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -803,8 +800,6 @@ struct rmsprop_float32_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -1047,8 +1042,6 @@ struct rmsprop_bfloat16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -1323,8 +1316,6 @@ struct rmsprop_float16_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F square_avg_sqrt = load(square_avg_sqrt_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -1594,7 +1585,6 @@ struct rmsprop_float32_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -1650,7 +1640,6 @@ struct rmsprop_float32_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
@@ -1855,7 +1844,6 @@ struct rmsprop_bfloat16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -1911,7 +1899,6 @@ struct rmsprop_bfloat16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
@@ -2163,7 +2150,6 @@ struct rmsprop_float16_centered {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -2219,7 +2205,6 @@ struct rmsprop_float16_centered {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
@@ -2508,8 +2493,6 @@ struct rmsprop_float32_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -2583,7 +2566,6 @@ struct rmsprop_float32_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
@@ -2851,8 +2833,6 @@ struct rmsprop_bfloat16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -2926,7 +2906,6 @@ struct rmsprop_bfloat16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);
@@ -3227,8 +3206,6 @@ struct rmsprop_float16_centered_has_momentum {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I square_avg_pattern = load(square_avg_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I square_avg_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I square_avg_above = (square_avg_largest + 0x80000 >> 22) + 1;
             const I square_avg_below = smallest_of_block - 0x80000 >> 22;
@@ -3302,7 +3279,6 @@ struct rmsprop_float16_centered_has_momentum {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
-            const F grad_avg_value = load(grad_avg_value_kept + b);
             const I grad_avg_up = max(I(0x4800000), grad_avg_top) + 32767;
             const I grad_avg_up_2 = where(grad_avg_top < 0x7f800000, grad_avg_up, I(0x7fc00000));
             const I grad_avg_divisor = min(I(0x7f7fffff), grad_avg_up_2 & 0x7fff8000);

@@ -152,8 +152,6 @@ struct rprop_float32 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F prev = load(prev_kept + b);
-            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(0x4800000), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
             const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
@@ -386,8 +384,6 @@ struct rprop_bfloat16 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F prev = load(prev_kept + b);
-            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(0x4800000), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
             const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);
@@ -667,8 +663,6 @@ struct rprop_float16 {
             const I prev_top = largest(prev_top_kept + b);
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F prev = load(prev_kept + b);
-            const I step_size_pattern = load(step_size_pattern_kept + b);
             const I prev_up = max(I(0x4800000), prev_top) + 32767;
             const I prev_up_2 = where(prev_top < 0x7f800000, prev_up, I(0x7fc00000));
             const I prev_divisor = min(I(0x7f7fffff), prev_up_2 & 0x7fff8000);

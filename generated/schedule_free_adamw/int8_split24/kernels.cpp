@@ -145,7 +145,6 @@ struct schedule_free_adamw_float32 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -361,7 +360,6 @@ struct schedule_free_adamw_bfloat16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
@@ -623,7 +621,6 @@ struct schedule_free_adamw_float16 {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + b);
             const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
             const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;

@@ -119,7 +119,6 @@ struct sm3_float32_no_factored {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -298,7 +297,6 @@ struct sm3_bfloat16_no_factored {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -524,7 +522,6 @@ struct sm3_float16_no_factored {
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -769,8 +766,6 @@ struct sm3_float32_has_momentum_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -1005,8 +1000,6 @@ struct sm3_bfloat16_has_momentum_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -1286,8 +1279,6 @@ struct sm3_float16_has_momentum_no_factored {
             const I largest_of_block = largest(largest_of_block_kept + b);
             const I smallest_of_block = smallest(smallest_of_block_kept + b);
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_pattern = load(accumulator_pattern_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
             const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
             const I accumulator_below = smallest_of_block - 0x80000 >> 22;
@@ -1835,7 +1826,6 @@ struct sm3_float32_has_momentum_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -2138,7 +2128,6 @@ struct sm3_bfloat16_has_momentum_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
@@ -2489,7 +2478,6 @@ struct sm3_float16_has_momentum_1 {
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const F momentum_buffer = load(momentum_buffer_kept + b);
             const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
             const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
             const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
