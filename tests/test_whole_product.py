@@ -146,7 +146,9 @@ def test_kernels_of_one_meaning_have_one_fingerprint(tool: ModuleType, tmp_path:
     others = [printed(sign="+"), printed(masked="True"), printed(new="x")]
     others.append(printed(KERNELS.replace("tl.load({old} + at)", "get({old}, at, at, MASKED)")))
     others.append(printed(KERNELS.replace("tl.load({old} + at)", "put({old}, at, at, MASKED)")))
-    assert len({first, *others}) == 6
+    constant = KERNELS.replace("@triton.jit", "C = tl.constexpr({number})\n@triton.jit", 1).replace("+ at)", "+ C)")
+    others += [printed(constant, number="3"), printed(constant, number="4")]
+    assert len({first, *others}) == 8
     with pytest.raises(ValueError, match="by name"):
         printed(masked="MASKED=False")
 

@@ -131,6 +131,7 @@ class _Canonical(ast.NodeTransformer):
             node.id = self.own[name]
             return node
         value = self.scope.get(name, _MISSING)
+        value = value.value if type(value).__name__ == "constexpr" else value  # Triton's wrapper can be called
         inner = getattr(value, "fn", None)
         if inner is not None and inner.__module__ == self.module:
             if inner.__name__ not in self.numbers:
