@@ -189,7 +189,7 @@ def test_state_dicts(cls: Any, plan: str) -> None:
         outcomes["loaded"] += 1
 
     check()
-    assert min(outcomes.values()) > 2, outcomes
+    assert all(outcomes.values()), outcomes
 
 
 def test_states_whose_memory_was_freed() -> None:

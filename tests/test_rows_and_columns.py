@@ -490,6 +490,7 @@ def test_overrides_keep_small_tensors_without_rows_and_columns_too(fmt: Any, sma
 @pytest.mark.parametrize("plan", ["lpmm4", "lpmm4_factor", "int4_factored_split24"])
 def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
     cls = compiled(adamw, plan)
+    in_vectors = getattr(vars(plans)[plan].nonneg, "vectors", None)
     draw = torch.Generator().manual_seed(3)
     make: Callable[[], list[torch.nn.Parameter]] = lambda: [  # noqa: E731
         torch.nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for s in ((64, 70), (5, 3, 40, 9), (5000,))
@@ -512,8 +513,10 @@ def test_states_go_to_torch_s_form_and_back(plan: str) -> None:
         values = {name: dense[name] for name in variant.states}
         stored = layout.encode(module, variant, p, values, variant.names)
         again = layout.decode(module, variant, p, stored, ["exp_avg_sq"])
-        allowed = (sum(p.shape[-2:]) + 8) * ROUNDOFF if p.ndim > 1 else 2.0**-20
-        assert torch.allclose(again["exp_avg_sq"], dense["exp_avg_sq"], rtol=2 * allowed, atol=0)
+        allowed = 2 * (sum(p.shape[-2:]) + 8) * ROUNDOFF if p.ndim > 1 else 2.0**-19
+        if p.ndim == 1 and isinstance(in_vectors, LogMinMax):  # random bits may have left cells that fit less tightly
+            allowed = (1 + bounds.one_step_bound(replace(in_vectors, rounding="nearest")).total) ** 2 - 1
+        assert torch.allclose(again["exp_avg_sq"], dense["exp_avg_sq"], rtol=allowed, atol=0)
 
 
 # -- what is refused, and what is said

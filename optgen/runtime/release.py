@@ -477,7 +477,12 @@ class Sums:
         return self._keeper._dtypes
 
     def clear(self) -> None:
-        """The sum is 0 again; the count of its steps goes on, so that its random bits never repeat."""
+        """The sum is 0 again, and the next one draws other random bits.
+
+        The next one is of a window of its own (runtime/keys.py): places of one window that lie an even number of steps
+        apart, as the same micro-batch of every sum would, are all in the same half of the cell.
+        """
         for name, zero in self._zeros.items():
             if self._entry is not None:
                 self._entry[name].fill_(zero)
+        self._keeper.param_groups[0]["seed"] += 1

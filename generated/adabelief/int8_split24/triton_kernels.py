@@ -173,7 +173,7 @@ def adabelief_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_var_ptr + start + odd * TILE,
                     exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -183,9 +183,8 @@ def adabelief_float32(
             adabelief_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -196,9 +195,8 @@ def adabelief_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -438,9 +436,9 @@ def adabelief_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -448,7 +446,7 @@ def adabelief_bfloat16(
             adabelief_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -461,9 +459,8 @@ def adabelief_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -562,7 +559,7 @@ def adabelief_bfloat16_small(
                 adabelief_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -571,9 +568,8 @@ def adabelief_bfloat16_small(
         if start + TILE <= count:
             adabelief_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -581,9 +577,8 @@ def adabelief_bfloat16_small(
                 live = few < count - start
                 adabelief_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -760,9 +755,9 @@ def adabelief_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -770,7 +765,7 @@ def adabelief_float16(
             adabelief_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -783,9 +778,8 @@ def adabelief_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -902,7 +896,7 @@ def adabelief_float16_small(
                 adabelief_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -911,9 +905,8 @@ def adabelief_float16_small(
         if start + TILE <= count:
             adabelief_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -921,9 +914,8 @@ def adabelief_float16_small(
                 live = few < count - start
                 adabelief_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 

@@ -184,8 +184,8 @@ def adadelta_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, acc_delta_ptr + start + odd * TILE,
                     acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale,
-                    one_minus_rho, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -193,8 +193,8 @@ def adadelta_float32(
             adadelta_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -205,8 +205,8 @@ def adadelta_float32(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -451,8 +451,8 @@ def adadelta_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, rho, eps, weight_decay,
-                    grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
+                    one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -460,7 +460,7 @@ def adadelta_bfloat16(
             adadelta_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
                 one_minus_rho, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -472,8 +472,8 @@ def adadelta_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -569,16 +569,16 @@ def adadelta_bfloat16_small(
                 adadelta_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale,
-                    one_minus_rho, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adadelta_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -586,8 +586,8 @@ def adadelta_bfloat16_small(
                 live = few < count - start
                 adadelta_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                    minus_lr, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -773,8 +773,8 @@ def adadelta_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, rho, eps, weight_decay,
-                    grad_scale, one_minus_rho, minus_lr, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
+                    one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -782,7 +782,7 @@ def adadelta_float16(
             adadelta_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
                 one_minus_rho, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -794,8 +794,8 @@ def adadelta_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -909,16 +909,16 @@ def adadelta_float16_small(
                 adadelta_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale,
-                    one_minus_rho, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adadelta_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -926,8 +926,8 @@ def adadelta_float16_small(
                 live = few < count - start
                 adadelta_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, rho, eps, weight_decay, grad_scale, one_minus_rho,
-                    minus_lr, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 

@@ -2083,17 +2083,16 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, tensor_div_ptr,
-                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
-                stream_key, False,
+                at, at_block, at, at_block, (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay,
+                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2103,8 +2102,8 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2554,9 +2553,9 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
+                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2564,7 +2563,7 @@ def adafactor_bfloat16_no_factored_3(
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2575,8 +2574,8 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -2752,16 +2751,16 @@ def adafactor_bfloat16_no_factored_small_3(
             for odd in tl.static_range(2):
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2770,7 +2769,7 @@ def adafactor_bfloat16_no_factored_small_3(
                 live = few < count - start
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -3053,9 +3052,9 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
-                    step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
+                    one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3063,7 +3062,7 @@ def adafactor_float16_no_factored_3(
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3074,8 +3073,8 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
 
@@ -3276,16 +3275,16 @@ def adafactor_float16_no_factored_small_3(
             for odd in tl.static_range(2):
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adafactor_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3294,7 +3293,7 @@ def adafactor_float16_no_factored_small_3(
                 live = few < count - start
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 

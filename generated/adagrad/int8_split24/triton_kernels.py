@@ -139,16 +139,16 @@ def adagrad_float32(
                 adagrad_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE,
                     sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_, scalar_1,
-                    scalar_2, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adagrad_float32_tile(
                 p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -157,8 +157,8 @@ def adagrad_float32(
                 live_block = few_blocks * 64 < count - start
                 adagrad_float32_tile(
                     p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
-                    start_, scalar_1, scalar_2, step_key, stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_,
+                    scalar_1, scalar_2, step_key, stream_key, True,
                 )
 
 
@@ -351,16 +351,16 @@ def adagrad_bfloat16(
                 adagrad_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_,
-                    scalar_1, scalar_2, step_key, stream_key, False,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                    scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adagrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_,
-                scalar_1, scalar_2, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -370,8 +370,8 @@ def adagrad_bfloat16(
                 adagrad_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
                     sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    stream_key, True,
                 )
 
 
@@ -457,16 +457,16 @@ def adagrad_bfloat16_small(
             for odd in tl.static_range(2):
                 adagrad_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
+                    sum_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
+                    grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adagrad_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -474,8 +474,8 @@ def adagrad_bfloat16_small(
                 live = few < count - start
                 adagrad_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    stream_key, True,
                 )
 
 
@@ -619,16 +619,16 @@ def adagrad_float16(
                 adagrad_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_,
-                    scalar_1, scalar_2, step_key, stream_key, False,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                    scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adagrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_,
-                scalar_1, scalar_2, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -638,8 +638,8 @@ def adagrad_float16(
                 adagrad_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
                     sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    stream_key, True,
                 )
 
 
@@ -743,16 +743,16 @@ def adagrad_float16_small(
             for odd in tl.static_range(2):
                 adagrad_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
+                    sum_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
+                    grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adagrad_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -760,8 +760,8 @@ def adagrad_float16_small(
                 live = few < count - start
                 adagrad_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, start_, scalar_1, scalar_2,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    stream_key, True,
                 )
 
 

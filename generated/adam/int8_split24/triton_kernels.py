@@ -177,8 +177,8 @@ def adam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -186,8 +186,8 @@ def adam_float32(
             adam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -198,7 +198,7 @@ def adam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -439,9 +439,8 @@ def adam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -449,8 +448,8 @@ def adam_bfloat16(
             adam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -461,7 +460,7 @@ def adam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -559,16 +558,16 @@ def adam_bfloat16_small(
                 adam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-                    scalar_5, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -578,9 +577,9 @@ def adam_bfloat16_small(
                 live = few < count - start
                 adam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-                    scalar_5, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
+                    stream_key, True,
                 )
 
 
@@ -759,9 +758,8 @@ def adam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -769,8 +767,8 @@ def adam_float16(
             adam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -781,7 +779,7 @@ def adam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -897,16 +895,16 @@ def adam_float16_small(
                 adam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-                    scalar_5, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -916,9 +914,9 @@ def adam_float16_small(
                 live = few < count - start
                 adam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
-                    scalar_5, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1103,8 +1101,8 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1112,9 +1110,9 @@ def adam_float32_amsgrad(
             adam_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1126,7 +1124,7 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1408,9 +1406,8 @@ def adam_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1419,8 +1416,8 @@ def adam_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1432,7 +1429,7 @@ def adam_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1537,8 +1534,8 @@ def adam_bfloat16_amsgrad_small(
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1546,9 +1543,9 @@ def adam_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adam_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
+                scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1556,9 +1553,9 @@ def adam_bfloat16_amsgrad_small(
                 live = few < count - start
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
+                    scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -1771,9 +1768,8 @@ def adam_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1782,8 +1778,8 @@ def adam_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1795,7 +1791,7 @@ def adam_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
@@ -1918,8 +1914,8 @@ def adam_float16_amsgrad_small(
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1927,9 +1923,9 @@ def adam_float16_amsgrad_small(
         if start + TILE <= count:
             adam_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
+                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
+                scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1937,9 +1933,9 @@ def adam_float16_amsgrad_small(
                 live = few < count - start
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_3, scalar_4, scalar_5, step_key, stream_key, True,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
+                    scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 

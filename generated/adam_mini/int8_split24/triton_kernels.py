@@ -2156,7 +2156,7 @@ def adam_mini_float32_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2165,8 +2165,7 @@ def adam_mini_float32_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -2176,8 +2175,8 @@ def adam_mini_float32_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -2564,7 +2563,7 @@ def adam_mini_bfloat16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2573,8 +2572,7 @@ def adam_mini_bfloat16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -2584,8 +2582,8 @@ def adam_mini_bfloat16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -2713,7 +2711,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2721,7 +2719,7 @@ def adam_mini_bfloat16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2731,7 +2729,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few,
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -2862,19 +2860,17 @@ def adam_mini_bfloat16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                    stream_key, False,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2882,7 +2878,7 @@ def adam_mini_bfloat16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                     stream_key, True,
                 )
@@ -2989,7 +2985,7 @@ def adam_mini_float16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2998,8 +2994,7 @@ def adam_mini_float16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -3009,8 +3004,8 @@ def adam_mini_float16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_beta1_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -3134,7 +3129,7 @@ def adam_mini_float16_no_by_rows_3(
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3142,7 +3137,7 @@ def adam_mini_float16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3152,7 +3147,7 @@ def adam_mini_float16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few,
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -3301,19 +3296,17 @@ def adam_mini_float16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                    stream_key, False,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3321,7 +3314,7 @@ def adam_mini_float16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
                     stream_key, True,
                 )

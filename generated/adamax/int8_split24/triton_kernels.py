@@ -170,7 +170,7 @@ def adamax_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_ptr + start + odd * TILE,
                     exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -179,7 +179,7 @@ def adamax_float32(
             adamax_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -191,8 +191,8 @@ def adamax_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -423,8 +423,8 @@ def adamax_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
-                    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -432,7 +432,7 @@ def adamax_bfloat16(
             adamax_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -444,8 +444,8 @@ def adamax_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -542,7 +542,7 @@ def adamax_bfloat16_small(
                 adamax_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -550,7 +550,7 @@ def adamax_bfloat16_small(
         if start + TILE <= count:
             adamax_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -559,8 +559,8 @@ def adamax_bfloat16_small(
                 live = few < count - start
                 adamax_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 
 
@@ -733,8 +733,8 @@ def adamax_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
-                    grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -742,7 +742,7 @@ def adamax_float16(
             adamax_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -754,8 +754,8 @@ def adamax_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -870,7 +870,7 @@ def adamax_float16_small(
                 adamax_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -878,7 +878,7 @@ def adamax_float16_small(
         if start + TILE <= count:
             adamax_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -887,8 +887,8 @@ def adamax_float16_small(
                 live = few < count - start
                 adamax_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 
 

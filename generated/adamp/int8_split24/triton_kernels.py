@@ -3508,9 +3508,9 @@ def adamp_float32_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3518,9 +3518,9 @@ def adamp_float32_no_projected(
             adamp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3531,9 +3531,9 @@ def adamp_float32_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -3778,7 +3778,7 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -3788,9 +3788,9 @@ def adamp_bfloat16_no_projected(
             adamp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3801,9 +3801,9 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -3902,18 +3902,18 @@ def adamp_bfloat16_no_projected_small(
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adamp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3921,9 +3921,9 @@ def adamp_bfloat16_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, True,
                 )
 
 
@@ -4106,7 +4106,7 @@ def adamp_float16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -4116,9 +4116,9 @@ def adamp_float16_no_projected(
             adamp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4129,9 +4129,9 @@ def adamp_float16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -4248,18 +4248,18 @@ def adamp_float16_no_projected_small(
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adamp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4267,9 +4267,9 @@ def adamp_float16_no_projected_small(
                 live = few < count - start
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, True,
                 )
 
 
@@ -7341,9 +7341,9 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -7351,9 +7351,9 @@ def adamp_float32_nesterov_no_projected(
             adamp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7364,9 +7364,9 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -7616,7 +7616,7 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7626,9 +7626,9 @@ def adamp_bfloat16_nesterov_no_projected(
             adamp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7639,9 +7639,9 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -7744,8 +7744,8 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -7753,7 +7753,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -7763,8 +7763,8 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -7949,7 +7949,7 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7959,9 +7959,9 @@ def adamp_float16_nesterov_no_projected(
             adamp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7972,9 +7972,9 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -8095,8 +8095,8 @@ def adamp_float16_nesterov_no_projected_small(
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -8104,7 +8104,7 @@ def adamp_float16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -8114,8 +8114,8 @@ def adamp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_beta1_times_grad_scale,
-                    scalar_1, beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 

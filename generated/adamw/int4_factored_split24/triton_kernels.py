@@ -938,9 +938,8 @@ def adamw_float32_vector(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + (start + odd * TILE) // 8,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -948,9 +947,8 @@ def adamw_float32_vector(
             adamw_float32_vector_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -962,9 +960,8 @@ def adamw_float32_vector(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1584,7 +1581,7 @@ def adamw_bfloat16_small(
                 adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1593,7 +1590,7 @@ def adamw_bfloat16_small(
         if start + TILE <= count:
             adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1603,7 +1600,7 @@ def adamw_bfloat16_small(
                 live = few < count - start
                 adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1780,9 +1777,9 @@ def adamw_bfloat16_vector(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, at_eight, at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at, at_block, at, at_block, at_eight, at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1790,7 +1787,7 @@ def adamw_bfloat16_vector(
             adamw_bfloat16_vector_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                at, at_block, at, at_block, at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1804,9 +1801,8 @@ def adamw_bfloat16_vector(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -2384,7 +2380,7 @@ def adamw_float16_small(
                 adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2393,7 +2389,7 @@ def adamw_float16_small(
         if start + TILE <= count:
             adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2403,7 +2399,7 @@ def adamw_float16_small(
                 live = few < count - start
                 adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2598,9 +2594,9 @@ def adamw_float16_vector(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, at_eight, at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, False,
+                    at, at_block, at, at_block, at_eight, at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2608,7 +2604,7 @@ def adamw_float16_vector(
             adamw_float16_vector_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                at, at_block, at, at_block, at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -2622,9 +2618,8 @@ def adamw_float16_vector(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -3750,9 +3745,8 @@ def adamw_float32_amsgrad_vector(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3761,7 +3755,7 @@ def adamw_float32_amsgrad_vector(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3775,9 +3769,8 @@ def adamw_float32_amsgrad_vector(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -4513,8 +4506,8 @@ def adamw_bfloat16_amsgrad_small(
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4522,7 +4515,7 @@ def adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -4532,7 +4525,7 @@ def adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -4743,9 +4736,8 @@ def adamw_bfloat16_amsgrad_vector(
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4754,9 +4746,8 @@ def adamw_bfloat16_amsgrad_vector(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4769,9 +4760,8 @@ def adamw_bfloat16_amsgrad_vector(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -5439,8 +5429,8 @@ def adamw_float16_amsgrad_small(
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -5448,7 +5438,7 @@ def adamw_float16_amsgrad_small(
         if start + TILE <= count:
             adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -5458,7 +5448,7 @@ def adamw_float16_amsgrad_small(
                 live = few < count - start
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -5687,9 +5677,8 @@ def adamw_float16_amsgrad_vector(
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -5698,9 +5687,8 @@ def adamw_float16_amsgrad_vector(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -5713,9 +5701,8 @@ def adamw_float16_amsgrad_vector(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 

@@ -965,9 +965,8 @@ def adamw_float32_vector(
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -976,7 +975,7 @@ def adamw_float32_vector(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -989,9 +988,9 @@ def adamw_float32_vector(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1622,7 +1621,7 @@ def adamw_bfloat16_small(
                 adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1631,7 +1630,7 @@ def adamw_bfloat16_small(
         if start + TILE <= count:
             adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1641,7 +1640,7 @@ def adamw_bfloat16_small(
                 live = few < count - start
                 adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1833,9 +1832,8 @@ def adamw_bfloat16_vector(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1844,9 +1842,8 @@ def adamw_bfloat16_vector(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1859,9 +1856,8 @@ def adamw_bfloat16_vector(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -2450,7 +2446,7 @@ def adamw_float16_small(
                 adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2459,7 +2455,7 @@ def adamw_float16_small(
         if start + TILE <= count:
             adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2469,7 +2465,7 @@ def adamw_float16_small(
                 live = few < count - start
                 adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2679,9 +2675,8 @@ def adamw_float16_vector(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2690,9 +2685,8 @@ def adamw_float16_vector(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2705,9 +2699,8 @@ def adamw_float16_vector(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -3866,9 +3859,8 @@ def adamw_float32_amsgrad_vector(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3878,7 +3870,7 @@ def adamw_float32_amsgrad_vector(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                at_block, at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -3894,9 +3886,8 @@ def adamw_float32_amsgrad_vector(
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
                     max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -4645,8 +4636,8 @@ def adamw_bfloat16_amsgrad_small(
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4654,7 +4645,7 @@ def adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -4664,7 +4655,7 @@ def adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -4899,9 +4890,8 @@ def adamw_bfloat16_amsgrad_vector(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4912,7 +4902,7 @@ def adamw_bfloat16_amsgrad_vector(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4927,9 +4917,9 @@ def adamw_bfloat16_amsgrad_vector(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -5610,8 +5600,8 @@ def adamw_float16_amsgrad_small(
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -5619,7 +5609,7 @@ def adamw_float16_amsgrad_small(
         if start + TILE <= count:
             adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -5629,7 +5619,7 @@ def adamw_float16_amsgrad_small(
                 live = few < count - start
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -5882,9 +5872,8 @@ def adamw_float16_amsgrad_vector(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -5895,7 +5884,7 @@ def adamw_float16_amsgrad_vector(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -5910,9 +5899,9 @@ def adamw_float16_amsgrad_vector(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 

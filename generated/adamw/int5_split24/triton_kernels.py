@@ -204,9 +204,8 @@ def adamw_float32(
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -215,7 +214,7 @@ def adamw_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -228,9 +227,9 @@ def adamw_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -500,9 +499,8 @@ def adamw_bfloat16(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -511,9 +509,8 @@ def adamw_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -526,9 +523,8 @@ def adamw_bfloat16(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -627,7 +623,7 @@ def adamw_bfloat16_small(
                 adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -636,7 +632,7 @@ def adamw_bfloat16_small(
         if start + TILE <= count:
             adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -646,7 +642,7 @@ def adamw_bfloat16_small(
                 live = few < count - start
                 adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -856,9 +852,8 @@ def adamw_float16(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -867,9 +862,8 @@ def adamw_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -882,9 +876,8 @@ def adamw_float16(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1001,7 +994,7 @@ def adamw_float16_small(
                 adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1010,7 +1003,7 @@ def adamw_float16_small(
         if start + TILE <= count:
             adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1020,7 +1013,7 @@ def adamw_float16_small(
                 live = few < count - start
                 adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1244,9 +1237,8 @@ def adamw_float32_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1256,7 +1248,7 @@ def adamw_float32_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                at_block, at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1272,9 +1264,8 @@ def adamw_float32_amsgrad(
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
                     max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1593,9 +1584,8 @@ def adamw_bfloat16_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1606,7 +1596,7 @@ def adamw_bfloat16_amsgrad(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1621,9 +1611,9 @@ def adamw_bfloat16_amsgrad(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1728,8 +1718,8 @@ def adamw_bfloat16_amsgrad_small(
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1737,7 +1727,7 @@ def adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1747,7 +1737,7 @@ def adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2000,9 +1990,8 @@ def adamw_float16_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2013,7 +2002,7 @@ def adamw_float16_amsgrad(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2028,9 +2017,9 @@ def adamw_float16_amsgrad(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2153,8 +2142,8 @@ def adamw_float16_amsgrad_small(
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2162,7 +2151,7 @@ def adamw_float16_amsgrad_small(
         if start + TILE <= count:
             adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2172,7 +2161,7 @@ def adamw_float16_amsgrad_small(
                 live = few < count - start
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )

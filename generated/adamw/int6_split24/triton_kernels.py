@@ -205,9 +205,8 @@ def adamw_float32(
                     exp_avg_high_ptr + (start + odd * TILE) // 8, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + (start + odd * TILE) // 8, exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -216,7 +215,7 @@ def adamw_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -229,9 +228,9 @@ def adamw_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_high_ptr + (start) // 8,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -502,9 +501,8 @@ def adamw_bfloat16(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -513,9 +511,8 @@ def adamw_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -528,9 +525,8 @@ def adamw_bfloat16(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -629,7 +625,7 @@ def adamw_bfloat16_small(
                 adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -638,7 +634,7 @@ def adamw_bfloat16_small(
         if start + TILE <= count:
             adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -648,7 +644,7 @@ def adamw_bfloat16_small(
                 live = few < count - start
                 adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -859,9 +855,8 @@ def adamw_float16(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -870,9 +865,8 @@ def adamw_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + (start) // 8,
                 exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8,
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -885,9 +879,8 @@ def adamw_float16(
                     exp_avg_high_ptr + (start) // 8, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1004,7 +997,7 @@ def adamw_float16_small(
                 adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1013,7 +1006,7 @@ def adamw_float16_small(
         if start + TILE <= count:
             adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1023,7 +1016,7 @@ def adamw_float16_small(
                 live = few < count - start
                 adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1248,9 +1241,8 @@ def adamw_float32_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1260,7 +1252,7 @@ def adamw_float32_amsgrad(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                 exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
                 max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, at_eight, at_eight, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                at_block, at_eight, at_eight, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1276,9 +1268,8 @@ def adamw_float32_amsgrad(
                     exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
                     max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1598,9 +1589,8 @@ def adamw_bfloat16_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1611,7 +1601,7 @@ def adamw_bfloat16_amsgrad(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1626,9 +1616,9 @@ def adamw_bfloat16_amsgrad(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1733,8 +1723,8 @@ def adamw_bfloat16_amsgrad_small(
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1742,7 +1732,7 @@ def adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1752,7 +1742,7 @@ def adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2006,9 +1996,8 @@ def adamw_float16_amsgrad(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + (start + odd * TILE) // 8, max_exp_avg_sq_high_ptr + (start + odd * TILE) // 8,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block, at_eight,
-                    at_eight, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at_eight, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2019,7 +2008,7 @@ def adamw_float16_amsgrad(
                 exp_avg_sq_high_ptr + (start) // 8, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_high_ptr + (start) // 8,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2034,9 +2023,9 @@ def adamw_float16_amsgrad(
                     exp_avg_sq_ptr + (start) // 8, exp_avg_sq_high_ptr + (start) // 8,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
                     max_exp_avg_sq_high_ptr + (start) // 8, max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    few, few_blocks, live, live_block, few_eights, live_eight, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    scalar_4, step_key, stream_key, True,
+                    few, few_blocks, live, live_block, few_eights, live_eight, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2159,8 +2148,8 @@ def adamw_float16_amsgrad_small(
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2168,7 +2157,7 @@ def adamw_float16_amsgrad_small(
         if start + TILE <= count:
             adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2178,7 +2167,7 @@ def adamw_float16_amsgrad_small(
                 live = few < count - start
                 adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )

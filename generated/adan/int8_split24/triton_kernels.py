@@ -238,9 +238,9 @@ def adan_float32(
                     exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_ptr + start + odd * TILE,
                     prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale,
-                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
-                    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -249,7 +249,7 @@ def adan_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
                 where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                 diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -264,7 +264,7 @@ def adan_float32(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -589,10 +589,9 @@ def adan_bfloat16(
                     exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, beta3,
-                    grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
+                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -601,10 +600,10 @@ def adan_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -617,7 +616,7 @@ def adan_bfloat16(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -737,8 +736,8 @@ def adan_bfloat16_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale,
-                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -747,8 +746,8 @@ def adan_bfloat16_small(
         if start + TILE <= count:
             adan_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                 one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
                 scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -758,10 +757,10 @@ def adan_bfloat16_small(
                 live = few < count - start
                 adan_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-                    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+                    scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -999,10 +998,9 @@ def adan_float16(
                     exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, beta3,
-                    grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                    avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
+                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
+                    diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1011,10 +1009,10 @@ def adan_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1027,7 +1025,7 @@ def adan_float16(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -1165,8 +1163,8 @@ def adan_float16_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, beta3, grad_scale,
-                    where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1175,8 +1173,8 @@ def adan_float16_small(
         if start + TILE <= count:
             adan_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                 one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
                 scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1186,10 +1184,10 @@ def adan_float16_small(
                 live = few < count - start
                 adan_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2, one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6,
-                    scalar_7, scalar_8, scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
+                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+                    scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 

@@ -173,7 +173,7 @@ def adopt_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
@@ -183,9 +183,8 @@ def adopt_float32(
             adopt_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -196,9 +195,8 @@ def adopt_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
 
@@ -439,7 +437,7 @@ def adopt_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay,
                     grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -449,7 +447,7 @@ def adopt_bfloat16(
             adopt_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -462,9 +460,8 @@ def adopt_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
 
@@ -564,7 +561,7 @@ def adopt_bfloat16_small(
                 adopt_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -573,9 +570,9 @@ def adopt_bfloat16_small(
         if start + TILE <= count:
             adopt_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
+                decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -583,9 +580,9 @@ def adopt_bfloat16_small(
                 live = few < count - start
                 adopt_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                    one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
+                    decay, step_key, stream_key, True,
                 )
 
 
@@ -761,7 +758,7 @@ def adopt_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay,
                     grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -771,7 +768,7 @@ def adopt_float16(
             adopt_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -784,9 +781,8 @@ def adopt_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
 
@@ -904,7 +900,7 @@ def adopt_float16_small(
                 adopt_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -913,9 +909,9 @@ def adopt_float16_small(
         if start + TILE <= count:
             adopt_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
+                decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -923,9 +919,9 @@ def adopt_float16_small(
                 live = few < count - start
                 adopt_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, weight_decay, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                    one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
+                    decay, step_key, stream_key, True,
                 )
 
 
@@ -1074,7 +1070,7 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
@@ -1084,8 +1080,8 @@ def adopt_float32_decoupled_weight_decay(
             adopt_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
-                bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1096,9 +1092,8 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
 
@@ -1336,9 +1331,9 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
-                    scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key,
-                    stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1346,7 +1341,7 @@ def adopt_bfloat16_decoupled_weight_decay(
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1359,9 +1354,8 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
 
@@ -1461,16 +1455,16 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
-                    scalar_6, decay, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adopt_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1480,8 +1474,8 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    live, (before + start) // 8 * 8 + few, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )
 
@@ -1658,9 +1652,9 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
-                    scalar_0, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key,
-                    stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1668,7 +1662,7 @@ def adopt_float16_decoupled_weight_decay(
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1681,9 +1675,8 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, scalar_0,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
 
@@ -1801,16 +1794,16 @@ def adopt_float16_decoupled_weight_decay_small(
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, eps, grad_scale,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5,
-                    scalar_6, decay, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adopt_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1820,8 +1813,8 @@ def adopt_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
+                    live, (before + start) // 8 * 8 + few, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )
 

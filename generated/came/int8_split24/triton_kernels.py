@@ -4787,7 +4787,7 @@ def came_float32_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -4797,9 +4797,9 @@ def came_float32_no_factored_3(
             came_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_over_one_max_tensor_div_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
-                grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4810,7 +4810,7 @@ def came_float32_no_factored_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5277,10 +5277,9 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, False,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -5288,8 +5287,8 @@ def came_bfloat16_no_factored_3(
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1,
+                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -5301,7 +5300,7 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5497,17 +5496,16 @@ def came_bfloat16_no_factored_small_3(
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                    stream_key, False,
+                    at, at, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                    lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             came_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -5518,8 +5516,8 @@ def came_bfloat16_no_factored_small_3(
                 live = few < count - start
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, eps1, beta1,
-                    beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_over_one_max_tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )
@@ -5808,10 +5806,9 @@ def came_float16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, False,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -5819,8 +5816,8 @@ def came_float16_no_factored_3(
             came_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1,
+                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -5832,7 +5829,7 @@ def came_float16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps1, beta1, beta2,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -6026,17 +6023,16 @@ def came_float16_no_factored_small_3(
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                    stream_key, False,
+                    at, at, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
+                    lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             came_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -6047,8 +6043,8 @@ def came_float16_no_factored_small_3(
                 live = few < count - start
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, eps1, beta1,
-                    beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                    one_over_one_max_tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )

@@ -335,9 +335,8 @@ def cautious_adamw_float32_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -345,7 +344,7 @@ def cautious_adamw_float32_3(
             cautious_adamw_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -357,9 +356,8 @@ def cautious_adamw_float32_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -832,9 +830,9 @@ def cautious_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -842,9 +840,9 @@ def cautious_adamw_bfloat16_3(
             cautious_adamw_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -855,9 +853,8 @@ def cautious_adamw_bfloat16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1044,16 +1041,15 @@ def cautious_adamw_bfloat16_small_3(
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             cautious_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1063,7 +1059,7 @@ def cautious_adamw_bfloat16_small_3(
                 live = few < count - start
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
+                    tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -1372,9 +1368,9 @@ def cautious_adamw_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    scalar_3, scalar_4, step_key, stream_key, False,
+                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1382,9 +1378,9 @@ def cautious_adamw_float16_3(
             cautious_adamw_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, step_key, stream_key, False,
+                tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1395,9 +1391,8 @@ def cautious_adamw_float16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1585,16 +1580,15 @@ def cautious_adamw_float16_small_3(
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             cautious_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1604,7 +1598,7 @@ def cautious_adamw_float16_small_3(
                 live = few < count - start
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
+                    tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )

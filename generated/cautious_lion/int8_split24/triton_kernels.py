@@ -273,16 +273,15 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             cautious_lion_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 step_key, stream_key, False,
             )
@@ -294,9 +293,8 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -707,9 +705,9 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -717,7 +715,7 @@ def cautious_lion_bfloat16_3(
             cautious_lion_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -728,9 +726,8 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -893,17 +890,16 @@ def cautious_lion_bfloat16_small_3(
             for odd in tl.static_range(2):
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             cautious_lion_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -912,7 +908,7 @@ def cautious_lion_bfloat16_small_3(
                 live = few < count - start
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1163,9 +1159,9 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1173,7 +1169,7 @@ def cautious_lion_float16_3(
             cautious_lion_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1184,9 +1180,8 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1367,17 +1362,16 @@ def cautious_lion_float16_small_3(
             for odd in tl.static_range(2):
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                    step_key, stream_key, False,
+                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             cautious_lion_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1386,7 +1380,7 @@ def cautious_lion_float16_small_3(
                 live = few < count - start
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 

@@ -291,7 +291,7 @@ def clipped_adamw_float32_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -300,7 +300,7 @@ def clipped_adamw_float32_4(
             clipped_adamw_float32_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -312,7 +312,7 @@ def clipped_adamw_float32_4(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -717,8 +717,8 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -727,7 +727,7 @@ def clipped_adamw_bfloat16_4(
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                model_min_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -740,7 +740,7 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -919,7 +919,7 @@ def clipped_adamw_bfloat16_small_4(
                 clipped_adamw_bfloat16_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -928,9 +928,9 @@ def clipped_adamw_bfloat16_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+                model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -938,9 +938,9 @@ def clipped_adamw_bfloat16_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                    model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -1177,8 +1177,8 @@ def clipped_adamw_float16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1187,7 +1187,7 @@ def clipped_adamw_float16_4(
             clipped_adamw_float16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                model_min_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1200,7 +1200,7 @@ def clipped_adamw_float16_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1365,7 +1365,7 @@ def clipped_adamw_float16_small_4(
                 clipped_adamw_float16_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1374,9 +1374,9 @@ def clipped_adamw_float16_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
+                model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1384,9 +1384,9 @@ def clipped_adamw_float16_small_4(
                 live = few < count - start
                 clipped_adamw_float16_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
+                    model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -1651,7 +1651,7 @@ def clipped_adamw_float32_amsgrad_4(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1661,7 +1661,7 @@ def clipped_adamw_float32_amsgrad_4(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1674,7 +1674,7 @@ def clipped_adamw_float32_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2083,8 +2083,8 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2094,7 +2094,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2107,7 +2107,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2261,7 +2261,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2270,8 +2270,8 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2280,8 +2280,8 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -2542,8 +2542,8 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2553,7 +2553,7 @@ def clipped_adamw_float16_amsgrad_4(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2566,7 +2566,7 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2738,7 +2738,7 @@ def clipped_adamw_float16_amsgrad_small_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2747,8 +2747,8 @@ def clipped_adamw_float16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2757,8 +2757,8 @@ def clipped_adamw_float16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 

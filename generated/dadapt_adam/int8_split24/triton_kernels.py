@@ -282,8 +282,8 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -294,8 +294,8 @@ def dadapt_adam_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -310,8 +310,8 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -819,9 +819,8 @@ def dadapt_adam_bfloat16_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
-                    step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -833,8 +832,8 @@ def dadapt_adam_bfloat16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -849,8 +848,8 @@ def dadapt_adam_bfloat16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -1039,8 +1038,8 @@ def dadapt_adam_bfloat16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1050,8 +1049,8 @@ def dadapt_adam_bfloat16_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1062,8 +1061,8 @@ def dadapt_adam_bfloat16_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
+                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1335,9 +1334,8 @@ def dadapt_adam_float16_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3,
-                    step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1349,8 +1347,8 @@ def dadapt_adam_float16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1365,8 +1363,8 @@ def dadapt_adam_float16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -1507,8 +1505,8 @@ def dadapt_adam_float16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1518,8 +1516,8 @@ def dadapt_adam_float16_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -1530,8 +1528,8 @@ def dadapt_adam_float16_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
+                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1788,8 +1786,8 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1800,8 +1798,8 @@ def dadapt_adam_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1816,8 +1814,8 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -2265,9 +2263,8 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
-                    step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2279,8 +2276,8 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2295,8 +2292,8 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -2466,8 +2463,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2477,8 +2474,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2489,8 +2486,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
+                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2743,9 +2740,8 @@ def dadapt_adam_float16_use_bias_correction_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3,
-                    step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2757,8 +2753,8 @@ def dadapt_adam_float16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2773,8 +2769,8 @@ def dadapt_adam_float16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -2915,8 +2911,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
-                    beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2926,8 +2922,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
@@ -2938,8 +2934,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
-                    eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
+                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term

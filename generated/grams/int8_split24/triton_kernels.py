@@ -180,9 +180,9 @@ def grams_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -190,7 +190,7 @@ def grams_float32(
             grams_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -203,7 +203,7 @@ def grams_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, True,
                 )
@@ -451,7 +451,7 @@ def grams_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -461,7 +461,7 @@ def grams_bfloat16(
             grams_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -474,7 +474,7 @@ def grams_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, True,
                 )
@@ -575,16 +575,16 @@ def grams_bfloat16_small(
                 grams_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             grams_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -594,9 +594,9 @@ def grams_bfloat16_small(
                 live = few < count - start
                 grams_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, True,
                 )
 
 
@@ -779,7 +779,7 @@ def grams_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -789,7 +789,7 @@ def grams_float16(
             grams_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -802,7 +802,7 @@ def grams_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, True,
                 )
@@ -921,16 +921,16 @@ def grams_float16_small(
                 grams_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             grams_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -940,9 +940,9 @@ def grams_float16_small(
                 live = few < count - start
                 grams_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, True,
                 )
 
 

@@ -183,7 +183,7 @@ def lamb_float32_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -194,8 +194,8 @@ def lamb_float32_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -208,8 +208,8 @@ def lamb_float32_1(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
                 tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -715,9 +715,8 @@ def lamb_bfloat16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -727,7 +726,7 @@ def lamb_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -741,8 +740,8 @@ def lamb_bfloat16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
                 tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -888,8 +887,8 @@ def lamb_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3,
-                    step_key, stream_key, False,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -897,8 +896,7 @@ def lamb_bfloat16_3(
             lamb_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -909,8 +907,8 @@ def lamb_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1110,16 +1108,15 @@ def lamb_bfloat16_small_3(
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_bfloat16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, False,
+                at, at, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1127,8 +1124,7 @@ def lamb_bfloat16_small_3(
                 live = few < count - start
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, True,
+                    few, live, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1300,9 +1296,8 @@ def lamb_float16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -1312,7 +1307,7 @@ def lamb_float16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -1326,8 +1321,8 @@ def lamb_float16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
                 tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
@@ -1471,8 +1466,8 @@ def lamb_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3,
-                    step_key, stream_key, False,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1480,8 +1475,7 @@ def lamb_float16_3(
             lamb_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1492,8 +1486,8 @@ def lamb_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1698,16 +1692,15 @@ def lamb_float16_small_3(
                 lamb_float16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_float16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, scalar_2, scalar_3, step_key,
-                stream_key, False,
+                at, at, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1715,8 +1708,7 @@ def lamb_float16_small_3(
                 live = few < count - start
                 lamb_float16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, scalar_2, scalar_3, step_key,
-                    stream_key, True,
+                    few, live, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 

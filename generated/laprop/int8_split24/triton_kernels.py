@@ -171,7 +171,7 @@ def laprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -181,9 +181,8 @@ def laprop_float32(
             laprop_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -194,9 +193,8 @@ def laprop_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -434,7 +432,7 @@ def laprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -444,7 +442,7 @@ def laprop_bfloat16(
             laprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -457,9 +455,8 @@ def laprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -558,7 +555,7 @@ def laprop_bfloat16_small(
                 laprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -567,9 +564,9 @@ def laprop_bfloat16_small(
         if start + TILE <= count:
             laprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
-                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -577,9 +574,9 @@ def laprop_bfloat16_small(
                 live = few < count - start
                 laprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 
@@ -755,7 +752,7 @@ def laprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -765,7 +762,7 @@ def laprop_float16(
             laprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -778,9 +775,8 @@ def laprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -897,7 +893,7 @@ def laprop_float16_small(
                 laprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -906,9 +902,9 @@ def laprop_float16_small(
         if start + TILE <= count:
             laprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, scalar_0,
-                eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -916,9 +912,9 @@ def laprop_float16_small(
                 live = few < count - start
                 laprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, True,
                 )
 
 

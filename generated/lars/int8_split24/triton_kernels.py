@@ -238,15 +238,15 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                    step_key, stream_key, False,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lars_float32_3_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                lr_times_local_lr_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -257,8 +257,8 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -606,9 +606,8 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    weight_decay, grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -616,8 +615,7 @@ def lars_bfloat16_3(
             lars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -627,8 +625,8 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -773,16 +771,15 @@ def lars_bfloat16_small_3(
                 lars_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                stream_key, False,
+                at, at, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -790,8 +787,8 @@ def lars_bfloat16_small_3(
                 live = few < count - start
                 lars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
+                    few, live, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1004,9 +1001,8 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    weight_decay, grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1014,8 +1010,7 @@ def lars_float16_3(
             lars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1025,8 +1020,8 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1189,16 +1184,15 @@ def lars_float16_small_3(
                 lars_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale, step_key,
-                stream_key, False,
+                at, at, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1206,8 +1200,8 @@ def lars_float16_small_3(
                 live = few < count - start
                 lars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
+                    few, live, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    True,
                 )
 
 

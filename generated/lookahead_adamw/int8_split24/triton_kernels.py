@@ -183,9 +183,8 @@ def lookahead_adamw_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -193,7 +192,7 @@ def lookahead_adamw_float32(
             lookahead_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -205,7 +204,7 @@ def lookahead_adamw_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -456,9 +455,9 @@ def lookahead_adamw_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -466,7 +465,7 @@ def lookahead_adamw_bfloat16(
             lookahead_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -479,7 +478,7 @@ def lookahead_adamw_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -583,18 +582,18 @@ def lookahead_adamw_bfloat16_small(
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -602,7 +601,7 @@ def lookahead_adamw_bfloat16_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -788,9 +787,9 @@ def lookahead_adamw_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -798,7 +797,7 @@ def lookahead_adamw_float16(
             lookahead_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -811,7 +810,7 @@ def lookahead_adamw_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -933,18 +932,18 @@ def lookahead_adamw_float16_small(
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -952,7 +951,7 @@ def lookahead_adamw_float16_small(
                 live = few < count - start
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2,
+                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1112,7 +1111,7 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -1122,9 +1121,8 @@ def lookahead_adamw_float32_sync(
             lookahead_adamw_float32_sync_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1135,9 +1133,8 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1389,10 +1386,9 @@ def lookahead_adamw_bfloat16_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1400,8 +1396,8 @@ def lookahead_adamw_bfloat16_sync(
             lookahead_adamw_bfloat16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1413,9 +1409,8 @@ def lookahead_adamw_bfloat16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1519,16 +1514,16 @@ def lookahead_adamw_bfloat16_sync_small(
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_bfloat16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1538,7 +1533,7 @@ def lookahead_adamw_bfloat16_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1725,10 +1720,9 @@ def lookahead_adamw_float16_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1736,8 +1730,8 @@ def lookahead_adamw_float16_sync(
             lookahead_adamw_float16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1749,9 +1743,8 @@ def lookahead_adamw_float16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -1873,16 +1866,16 @@ def lookahead_adamw_float16_sync_small(
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_float16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1892,7 +1885,7 @@ def lookahead_adamw_float16_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2084,7 +2077,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -2095,7 +2088,7 @@ def lookahead_adamw_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2108,7 +2101,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2401,9 +2394,9 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2412,7 +2405,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2425,7 +2418,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2536,7 +2529,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2545,8 +2538,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2555,8 +2548,8 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -2774,9 +2767,9 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                    scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2785,7 +2778,7 @@ def lookahead_adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2798,7 +2791,7 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2927,7 +2920,7 @@ def lookahead_adamw_float16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2936,8 +2929,8 @@ def lookahead_adamw_float16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2946,8 +2939,8 @@ def lookahead_adamw_float16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -3139,7 +3132,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -3150,7 +3143,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3163,9 +3156,8 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -3459,10 +3451,9 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3471,9 +3462,8 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3485,9 +3475,8 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -3598,17 +3587,17 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3617,8 +3606,8 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -3837,10 +3826,9 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, False,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3849,9 +3837,8 @@ def lookahead_adamw_float16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3863,9 +3850,8 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
 
@@ -3994,17 +3980,17 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, alpha,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
+                    scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4013,8 +3999,8 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7,
-                    beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 

@@ -174,17 +174,16 @@ def madgrad_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                False,
+                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -195,8 +194,7 @@ def madgrad_float32(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -437,8 +435,8 @@ def madgrad_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -446,8 +444,8 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -458,8 +456,7 @@ def madgrad_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -560,16 +557,15 @@ def madgrad_bfloat16_small(
                 madgrad_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             madgrad_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -577,8 +573,7 @@ def madgrad_bfloat16_small(
                 live = few < count - start
                 madgrad_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -756,8 +751,8 @@ def madgrad_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -765,8 +760,8 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                stream_key, False,
+                at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -777,8 +772,7 @@ def madgrad_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -897,16 +891,15 @@ def madgrad_float16_small(
                 madgrad_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             madgrad_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -914,8 +907,7 @@ def madgrad_float16_small(
                 live = few < count - start
                 madgrad_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -1069,7 +1061,7 @@ def madgrad_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
-                    at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
+                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1078,8 +1070,8 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1090,8 +1082,8 @@ def madgrad_float32_has_momentum(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1335,9 +1327,8 @@ def madgrad_bfloat16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, False,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1345,7 +1336,7 @@ def madgrad_bfloat16_has_momentum(
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1357,8 +1348,8 @@ def madgrad_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1459,15 +1450,15 @@ def madgrad_bfloat16_has_momentum_small(
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             madgrad_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1476,8 +1467,8 @@ def madgrad_bfloat16_has_momentum_small(
                 live = few < count - start
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale,
-                    weight, one_minus_momentum, step_key, stream_key, True,
+                    x0_ptr + start, few, live, (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight,
+                    one_minus_momentum, step_key, stream_key, True,
                 )
 
 
@@ -1657,9 +1648,8 @@ def madgrad_float16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, False,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1667,7 +1657,7 @@ def madgrad_float16_has_momentum(
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1679,8 +1669,8 @@ def madgrad_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale, weight, one_minus_momentum,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1799,15 +1789,15 @@ def madgrad_float16_has_momentum_small(
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             madgrad_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1816,8 +1806,8 @@ def madgrad_float16_has_momentum_small(
                 live = few < count - start
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, eps, grad_scale,
-                    weight, one_minus_momentum, step_key, stream_key, True,
+                    x0_ptr + start, few, live, (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight,
+                    one_minus_momentum, step_key, stream_key, True,
                 )
 
 

@@ -157,7 +157,7 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -165,7 +165,7 @@ def muon_float32_2(
         if start + TILE <= count:
             muon_float32_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -176,8 +176,8 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -488,7 +488,7 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -496,7 +496,7 @@ def muon_bfloat16_2(
         if start + TILE <= count:
             muon_bfloat16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -507,8 +507,8 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -590,7 +590,7 @@ def muon_bfloat16_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -598,7 +598,7 @@ def muon_bfloat16_4(
         if start + TILE <= count:
             muon_bfloat16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -606,8 +606,7 @@ def muon_bfloat16_4(
                 live = few < count - start
                 muon_bfloat16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -757,7 +756,7 @@ def muon_bfloat16_small_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -765,7 +764,7 @@ def muon_bfloat16_small_4(
         if start + TILE <= count:
             muon_bfloat16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -773,8 +772,7 @@ def muon_bfloat16_small_4(
                 live = few < count - start
                 muon_bfloat16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -881,7 +879,7 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -889,7 +887,7 @@ def muon_float16_2(
         if start + TILE <= count:
             muon_float16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -900,8 +898,8 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1001,7 +999,7 @@ def muon_float16_4(
             for odd in tl.static_range(2):
                 muon_float16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1009,7 +1007,7 @@ def muon_float16_4(
         if start + TILE <= count:
             muon_float16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1017,8 +1015,7 @@ def muon_float16_4(
                 live = few < count - start
                 muon_float16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1186,7 +1183,7 @@ def muon_float16_small_4(
             for odd in tl.static_range(2):
                 muon_float16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1194,7 +1191,7 @@ def muon_float16_small_4(
         if start + TILE <= count:
             muon_float16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1202,8 +1199,7 @@ def muon_float16_small_4(
                 live = few < count - start
                 muon_float16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1352,7 +1348,7 @@ def muon_float32_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
+                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1362,9 +1358,8 @@ def muon_float32_no_matrix(
             muon_float32_no_matrix_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1375,9 +1370,8 @@ def muon_float32_no_matrix(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1614,8 +1608,8 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
-                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1624,7 +1618,7 @@ def muon_bfloat16_no_matrix(
             muon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1637,9 +1631,8 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1736,17 +1729,17 @@ def muon_bfloat16_no_matrix_small(
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-                    scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             muon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
-                scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1755,8 +1748,8 @@ def muon_bfloat16_no_matrix_small(
                 live = few < count - start
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
-                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
+                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1933,8 +1926,8 @@ def muon_float16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0,
-                    adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1943,7 +1936,7 @@ def muon_float16_no_matrix(
             muon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1956,9 +1949,8 @@ def muon_float16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, adamw_betas_0, adamw_betas_1,
-                    one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                    one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -2073,17 +2065,17 @@ def muon_float16_no_matrix_small(
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1,
-                    scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             muon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, adamw_betas_0, adamw_betas_1,
-                scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2092,8 +2084,8 @@ def muon_float16_no_matrix_small(
                 live = few < count - start
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, adamw_betas_0,
-                    adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
+                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -2265,7 +2257,7 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2273,7 +2265,7 @@ def muon_float32_no_nesterov_2(
         if start + TILE <= count:
             muon_float32_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2284,8 +2276,8 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2453,7 +2445,7 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2461,7 +2453,7 @@ def muon_bfloat16_no_nesterov_2(
         if start + TILE <= count:
             muon_bfloat16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2472,8 +2464,8 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2641,7 +2633,7 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2649,7 +2641,7 @@ def muon_float16_no_nesterov_2(
         if start + TILE <= count:
             muon_float16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2660,8 +2652,8 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, momentum,
-                    one_minus_momentum_times_grad_scale, step_key, stream_key, True,
+                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    step_key, stream_key, True,
                 )
 
 

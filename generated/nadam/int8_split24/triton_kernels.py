@@ -177,8 +177,8 @@ def nadam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -186,8 +186,8 @@ def nadam_float32(
             nadam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -198,7 +198,7 @@ def nadam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
@@ -437,9 +437,9 @@ def nadam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
-                    step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -447,9 +447,8 @@ def nadam_bfloat16(
             nadam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
-                False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -460,7 +459,7 @@ def nadam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
@@ -557,16 +556,15 @@ def nadam_bfloat16_small(
                 nadam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key,
-                    False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             nadam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -575,9 +573,8 @@ def nadam_bfloat16_small(
                 live = few < count - start
                 nadam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key,
-                    True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -756,9 +753,9 @@ def nadam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5,
-                    step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -766,9 +763,8 @@ def nadam_float16(
             nadam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
-                False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -779,7 +775,7 @@ def nadam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
@@ -894,16 +890,15 @@ def nadam_float16_small(
                 nadam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key,
-                    False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             nadam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -912,9 +907,8 @@ def nadam_float16_small(
                 live = few < count - start
                 nadam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key,
-                    True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
 
@@ -1066,7 +1060,7 @@ def nadam_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     False,
                 )
@@ -1076,7 +1070,7 @@ def nadam_float32_decoupled_weight_decay(
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                 False,
             )
@@ -1089,7 +1083,7 @@ def nadam_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1333,7 +1327,7 @@ def nadam_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
                     scalar_6, step_key, stream_key, False,
                 )
@@ -1343,9 +1337,9 @@ def nadam_bfloat16_decoupled_weight_decay(
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1356,7 +1350,7 @@ def nadam_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1456,7 +1450,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
                 nadam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, False,
                 )
@@ -1465,7 +1459,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             nadam_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                 stream_key, False,
             )
@@ -1475,7 +1469,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 nadam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, True,
                 )
@@ -1658,7 +1652,7 @@ def nadam_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
                     scalar_6, step_key, stream_key, False,
                 )
@@ -1668,9 +1662,9 @@ def nadam_float16_decoupled_weight_decay(
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1681,7 +1675,7 @@ def nadam_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1799,7 +1793,7 @@ def nadam_float16_decoupled_weight_decay_small(
                 nadam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, False,
                 )
@@ -1808,7 +1802,7 @@ def nadam_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             nadam_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                 stream_key, False,
             )
@@ -1818,7 +1812,7 @@ def nadam_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 nadam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, True,
                 )

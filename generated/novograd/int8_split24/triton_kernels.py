@@ -227,17 +227,16 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -247,8 +246,8 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -566,8 +565,8 @@ def novograd_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -575,8 +574,7 @@ def novograd_bfloat16_3(
             novograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -586,8 +584,8 @@ def novograd_bfloat16_3(
                 novograd_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -714,16 +712,16 @@ def novograd_bfloat16_small_3(
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -731,8 +729,8 @@ def novograd_bfloat16_small_3(
                 live = few < count - start
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
-                    weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -919,8 +917,8 @@ def novograd_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -928,8 +926,7 @@ def novograd_float16_3(
             novograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -939,8 +936,8 @@ def novograd_float16_3(
                 novograd_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1085,16 +1082,16 @@ def novograd_float16_small_3(
                 novograd_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             novograd_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1102,8 +1099,8 @@ def novograd_float16_small_3(
                 live = few < count - start
                 novograd_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
-                    weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1, weight_decay,
+                    grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1215,7 +1212,7 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1224,9 +1221,9 @@ def novograd_float32_grad_averaging_3(
         if start + TILE <= count:
             novograd_float32_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1236,9 +1233,8 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1429,7 +1425,7 @@ def novograd_bfloat16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1438,7 +1434,7 @@ def novograd_bfloat16_grad_averaging_3(
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1449,9 +1445,8 @@ def novograd_bfloat16_grad_averaging_3(
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1542,7 +1537,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1550,7 +1545,7 @@ def novograd_bfloat16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_bfloat16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1560,7 +1555,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1701,7 +1696,7 @@ def novograd_float16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1710,7 +1705,7 @@ def novograd_float16_grad_averaging_3(
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1721,9 +1716,8 @@ def novograd_float16_grad_averaging_3(
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1832,7 +1826,7 @@ def novograd_float16_grad_averaging_small_3(
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_beta1_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1840,7 +1834,7 @@ def novograd_float16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_float16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, before + start + (at - (at & 7)) | at & 7, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1850,7 +1844,7 @@ def novograd_float16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, before + start + (few - (few & 7)) | few & 7, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )

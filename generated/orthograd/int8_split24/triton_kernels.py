@@ -590,16 +590,15 @@ def orthograd_bfloat16_5(
             for odd in tl.static_range(2):
                 orthograd_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, False,
+                    radial_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -607,8 +606,7 @@ def orthograd_bfloat16_5(
                 live = few < count - start
                 orthograd_bfloat16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -873,16 +871,15 @@ def orthograd_float16_5(
             for odd in tl.static_range(2):
                 orthograd_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    minus_lr, step_key, stream_key, False,
+                    radial_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -890,8 +887,7 @@ def orthograd_float16_5(
                 live = few < count - start
                 orthograd_float16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, minus_lr, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1158,7 +1154,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1167,9 +1163,9 @@ def orthograd_float32_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                step_key, stream_key, False,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay,
+                grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1179,7 +1175,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1651,10 +1647,9 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1662,7 +1657,7 @@ def orthograd_bfloat16_has_momentum_5(
             orthograd_bfloat16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1673,7 +1668,7 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1888,17 +1883,16 @@ def orthograd_bfloat16_has_momentum_small_5(
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
+                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                 stream_key, False,
@@ -1909,7 +1903,7 @@ def orthograd_bfloat16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -2168,10 +2162,9 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2179,7 +2172,7 @@ def orthograd_float16_has_momentum_5(
             orthograd_float16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2190,7 +2183,7 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -2423,17 +2416,16 @@ def orthograd_float16_has_momentum_small_5(
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
+                    lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                 stream_key, False,
@@ -2444,7 +2436,7 @@ def orthograd_float16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -2564,7 +2556,7 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -2573,7 +2565,7 @@ def orthograd_float32_nesterov_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                 step_key, stream_key, False,
             )
@@ -2585,9 +2577,9 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -2793,10 +2785,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2804,9 +2795,8 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2816,9 +2806,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -2917,16 +2907,16 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
             )
@@ -2936,7 +2926,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )
@@ -3081,10 +3071,9 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3092,9 +3081,8 @@ def orthograd_float16_nesterov_has_momentum_5(
             orthograd_float16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3104,9 +3092,9 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, momentum, weight_decay,
-                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                    True,
                 )
 
 
@@ -3223,16 +3211,16 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             orthograd_float16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale,
+                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
             )
@@ -3242,7 +3230,7 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale,
+                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )

@@ -283,8 +283,8 @@ def prodigy_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -295,8 +295,7 @@ def prodigy_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -310,9 +309,8 @@ def prodigy_float32_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, True,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -1027,7 +1025,7 @@ def prodigy_bfloat16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1036,8 +1034,8 @@ def prodigy_bfloat16_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1049,8 +1047,8 @@ def prodigy_bfloat16_2(
                 s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -1274,8 +1272,8 @@ def prodigy_bfloat16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1284,8 +1282,8 @@ def prodigy_bfloat16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1297,8 +1295,7 @@ def prodigy_bfloat16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -1579,8 +1576,8 @@ def prodigy_bfloat16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1588,8 +1585,7 @@ def prodigy_bfloat16_small_5(
             prodigy_bfloat16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1598,8 +1594,7 @@ def prodigy_bfloat16_small_5(
                 prodigy_bfloat16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -1744,7 +1739,7 @@ def prodigy_float16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1753,8 +1748,8 @@ def prodigy_float16_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1766,8 +1761,8 @@ def prodigy_float16_2(
                 s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -1965,8 +1960,8 @@ def prodigy_float16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
-                    scalar_0, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1975,8 +1970,8 @@ def prodigy_float16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1988,8 +1983,7 @@ def prodigy_float16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -2211,8 +2205,8 @@ def prodigy_float16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2220,8 +2214,7 @@ def prodigy_float16_small_5(
             prodigy_float16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2230,8 +2223,7 @@ def prodigy_float16_small_5(
                 prodigy_float16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, step_key,
-                    stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -2481,8 +2473,8 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2493,8 +2485,7 @@ def prodigy_float32_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2508,9 +2499,8 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
-                    stream_key, True,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -2802,7 +2792,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2811,8 +2801,8 @@ def prodigy_bfloat16_safeguard_warmup_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2824,8 +2814,8 @@ def prodigy_bfloat16_safeguard_warmup_2(
                 s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -3076,7 +3066,7 @@ def prodigy_float16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3085,8 +3075,8 @@ def prodigy_float16_safeguard_warmup_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, beta3, step_key, stream_key, False,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3098,8 +3088,8 @@ def prodigy_float16_safeguard_warmup_2(
                 s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, grad_scale, beta3, step_key,
-                    stream_key, True,
+                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -3451,8 +3441,8 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3463,8 +3453,7 @@ def prodigy_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3478,9 +3467,8 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, True,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
@@ -3990,7 +3978,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
                     scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4000,8 +3988,8 @@ def prodigy_bfloat16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4013,8 +4001,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4173,8 +4160,8 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4182,8 +4169,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             prodigy_bfloat16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4192,8 +4178,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4387,7 +4372,7 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
                     scalar_0_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4397,8 +4382,8 @@ def prodigy_float16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4410,8 +4395,7 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4536,8 +4520,8 @@ def prodigy_float16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4545,8 +4529,7 @@ def prodigy_float16_use_bias_correction_small_5(
             prodigy_float16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
-                False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4555,8 +4538,7 @@ def prodigy_float16_use_bias_correction_small_5(
                 prodigy_float16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, step_key,
-                    stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4807,8 +4789,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -4819,8 +4801,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -4834,9 +4815,8 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
-                    stream_key, True,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term

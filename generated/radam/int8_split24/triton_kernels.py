@@ -179,7 +179,7 @@ def radam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -189,7 +189,7 @@ def radam_float32(
             radam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -201,9 +201,8 @@ def radam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -449,9 +448,9 @@ def radam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -459,9 +458,9 @@ def radam_bfloat16(
             radam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -472,9 +471,8 @@ def radam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -573,7 +571,7 @@ def radam_bfloat16_small(
                 radam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -582,9 +580,9 @@ def radam_bfloat16_small(
         if start + TILE <= count:
             radam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -592,9 +590,9 @@ def radam_bfloat16_small(
                 live = few < count - start
                 radam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                    stream_key, True,
                 )
 
 
@@ -776,9 +774,9 @@ def radam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay,
+                    grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -786,9 +784,9 @@ def radam_float16(
             radam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -799,9 +797,8 @@ def radam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
 
@@ -918,7 +915,7 @@ def radam_float16_small(
                 radam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, step_key, stream_key, False,
                 )
@@ -927,9 +924,9 @@ def radam_float16_small(
         if start + TILE <= count:
             radam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -937,9 +934,9 @@ def radam_float16_small(
                 live = few < count - start
                 radam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1094,9 +1091,9 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1104,7 +1101,7 @@ def radam_float32_decoupled_weight_decay(
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -1117,7 +1114,7 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1368,7 +1365,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1378,7 +1375,7 @@ def radam_bfloat16_decoupled_weight_decay(
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -1391,7 +1388,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1494,8 +1491,8 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1503,7 +1500,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1513,7 +1510,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )
@@ -1699,7 +1696,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1709,7 +1706,7 @@ def radam_float16_decoupled_weight_decay(
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -1722,7 +1719,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1843,8 +1840,8 @@ def radam_float16_decoupled_weight_decay_small(
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, beta2, eps,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1852,7 +1849,7 @@ def radam_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1862,7 +1859,7 @@ def radam_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )

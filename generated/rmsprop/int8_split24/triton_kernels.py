@@ -142,16 +142,16 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -161,8 +161,8 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -360,7 +360,7 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
                     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -368,9 +368,8 @@ def rmsprop_bfloat16(
         if start + TILE <= count:
             rmsprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, alpha,
+                eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -380,8 +379,8 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -468,16 +467,16 @@ def rmsprop_bfloat16_small(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps,
+                    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -485,8 +484,8 @@ def rmsprop_bfloat16_small(
                 live = few < count - start
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -634,7 +633,7 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
                     grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -642,9 +641,8 @@ def rmsprop_float16(
         if start + TILE <= count:
             rmsprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, alpha,
+                eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -654,8 +652,8 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -760,16 +758,16 @@ def rmsprop_float16_small(
             for odd in tl.static_range(2):
                 rmsprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    square_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps,
+                    weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -777,8 +775,8 @@ def rmsprop_float16_small(
                 live = few < count - start
                 rmsprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -925,7 +923,7 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -934,8 +932,8 @@ def rmsprop_float32_has_momentum(
             rmsprop_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -946,8 +944,8 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1177,8 +1175,8 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1186,9 +1184,8 @@ def rmsprop_bfloat16_has_momentum(
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1199,8 +1196,8 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1295,7 +1292,7 @@ def rmsprop_bfloat16_has_momentum_small(
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1303,8 +1300,8 @@ def rmsprop_bfloat16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1312,8 +1309,8 @@ def rmsprop_bfloat16_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1486,8 +1483,8 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1495,9 +1492,8 @@ def rmsprop_float16_has_momentum(
             rmsprop_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1508,8 +1504,8 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1622,7 +1618,7 @@ def rmsprop_float16_has_momentum_small(
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1630,8 +1626,8 @@ def rmsprop_float16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1639,8 +1635,8 @@ def rmsprop_float16_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1793,8 +1789,8 @@ def rmsprop_float32_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1802,8 +1798,8 @@ def rmsprop_float32_centered(
             rmsprop_float32_centered_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1814,8 +1810,8 @@ def rmsprop_float32_centered(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2052,8 +2048,8 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2061,7 +2057,7 @@ def rmsprop_bfloat16_centered(
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2073,8 +2069,8 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2169,16 +2165,16 @@ def rmsprop_bfloat16_centered_small(
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2186,8 +2182,8 @@ def rmsprop_bfloat16_centered_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2366,8 +2362,8 @@ def rmsprop_float16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2375,7 +2371,7 @@ def rmsprop_float16_centered(
             rmsprop_float16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2387,8 +2383,8 @@ def rmsprop_float16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2501,16 +2497,16 @@ def rmsprop_float16_centered_small(
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2518,8 +2514,8 @@ def rmsprop_float16_centered_small(
                 live = few < count - start
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -2706,7 +2702,7 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2715,9 +2711,8 @@ def rmsprop_float32_centered_has_momentum(
             rmsprop_float32_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2729,8 +2724,8 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3007,8 +3002,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3017,8 +3012,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3030,8 +3025,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3133,16 +3128,16 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha,
+                    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3150,8 +3145,8 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3364,8 +3359,8 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3374,8 +3369,8 @@ def rmsprop_float16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3387,8 +3382,8 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, alpha, eps, weight_decay, momentum, grad_scale,
-                    one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -3508,16 +3503,16 @@ def rmsprop_float16_centered_has_momentum_small(
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha,
+                    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, alpha, eps, weight_decay,
-                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3525,8 +3520,8 @@ def rmsprop_float16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, alpha, eps,
-                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
 

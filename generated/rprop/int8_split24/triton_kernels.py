@@ -171,17 +171,17 @@ def rprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
                     prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_ptr + start + odd * TILE,
                     step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rprop_float32_tile(
                 p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
-                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, False,
+                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -191,8 +191,8 @@ def rprop_float32(
                 rprop_float32_tile(
                     p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     step_size_ptr + start, step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min,
-                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    live_block, (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -427,8 +427,8 @@ def rprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus,
-                    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min,
+                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -436,7 +436,7 @@ def rprop_bfloat16(
             rprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -448,8 +448,8 @@ def rprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -547,15 +547,15 @@ def rprop_bfloat16_small(
                 rprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -564,8 +564,8 @@ def rprop_bfloat16_small(
                 live = few < count - start
                 rprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -740,8 +740,8 @@ def rprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus,
-                    step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min,
+                    step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -749,7 +749,7 @@ def rprop_float16(
             rprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -761,8 +761,8 @@ def rprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 
@@ -878,15 +878,15 @@ def rprop_float16_small(
                 rprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -895,8 +895,8 @@ def rprop_float16_small(
                 live = few < count - start
                 rprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, etaminus, etaplus, step_size_min, step_size_max,
-                    grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
 

@@ -152,19 +152,18 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay,
-                    scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-                    scalar_5, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             schedule_free_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -174,7 +173,7 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -396,7 +395,7 @@ def schedule_free_adamw_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -405,10 +404,9 @@ def schedule_free_adamw_bfloat16(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -418,7 +416,7 @@ def schedule_free_adamw_bfloat16(
                 schedule_free_adamw_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -518,7 +516,7 @@ def schedule_free_adamw_bfloat16_small(
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -527,7 +525,7 @@ def schedule_free_adamw_bfloat16_small(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 step_key, stream_key, False,
             )
@@ -537,7 +535,7 @@ def schedule_free_adamw_bfloat16_small(
                 live = few < count - start
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -697,7 +695,7 @@ def schedule_free_adamw_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -706,10 +704,9 @@ def schedule_free_adamw_float16(
         if start + TILE <= count:
             schedule_free_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -719,7 +716,7 @@ def schedule_free_adamw_float16(
                 schedule_free_adamw_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -837,7 +834,7 @@ def schedule_free_adamw_float16_small(
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -846,7 +843,7 @@ def schedule_free_adamw_float16_small(
         if start + TILE <= count:
             schedule_free_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta2, weight_decay, scalar_0,
+                (before + start) // 8 * 8 + at, beta2, weight_decay, scalar_0,
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 step_key, stream_key, False,
             )
@@ -856,7 +853,7 @@ def schedule_free_adamw_float16_small(
                 live = few < count - start
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta2, weight_decay, scalar_0,
+                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )

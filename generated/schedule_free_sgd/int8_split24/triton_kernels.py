@@ -166,7 +166,7 @@ def schedule_free_sgd_bfloat16(
             for odd in tl.static_range(2):
                 schedule_free_sgd_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay,
+                    z_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
                     grad_scale, c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -174,8 +174,8 @@ def schedule_free_sgd_bfloat16(
         if start + TILE <= count:
             schedule_free_sgd_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -183,8 +183,8 @@ def schedule_free_sgd_bfloat16(
                 live = few < count - start
                 schedule_free_sgd_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                    True,
                 )
 
 
@@ -287,7 +287,7 @@ def schedule_free_sgd_float16(
             for odd in tl.static_range(2):
                 schedule_free_sgd_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, weight_decay,
+                    z_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
                     grad_scale, c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -295,8 +295,8 @@ def schedule_free_sgd_float16(
         if start + TILE <= count:
             schedule_free_sgd_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key,
-                stream_key, False,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -304,8 +304,8 @@ def schedule_free_sgd_float16(
                 live = few < count - start
                 schedule_free_sgd_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key,
-                    stream_key, True,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                    True,
                 )
 
 

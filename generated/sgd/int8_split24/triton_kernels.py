@@ -148,14 +148,14 @@ def sgd_bfloat16(
             for odd in tl.static_range(2):
                 sgd_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, lr_times_grad_scale, lr_times_weight_decay,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -163,9 +163,8 @@ def sgd_bfloat16(
             if start < count:
                 live = few < count - start
                 sgd_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
-                    stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -262,14 +261,14 @@ def sgd_float16(
             for odd in tl.static_range(2):
                 sgd_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, lr_times_grad_scale, lr_times_weight_decay,
-                    step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -277,9 +276,8 @@ def sgd_float16(
             if start < count:
                 live = few < count - start
                 sgd_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, lr_times_grad_scale, lr_times_weight_decay, step_key,
-                    stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -384,16 +382,16 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
-                    minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
-                scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -403,8 +401,8 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -584,17 +582,16 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -604,8 +601,8 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -689,16 +686,16 @@ def sgd_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, scalar_0,
+                    scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -706,8 +703,8 @@ def sgd_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -840,17 +837,16 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -860,8 +856,8 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -963,16 +959,16 @@ def sgd_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, scalar_0,
+                    scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -980,8 +976,8 @@ def sgd_float16_has_momentum_small(
                 live = few < count - start
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr,
-                    step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1093,7 +1089,7 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1102,7 +1098,7 @@ def sgd_float32_nesterov_has_momentum(
         if start + TILE <= count:
             sgd_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1114,9 +1110,8 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1311,19 +1306,18 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay,
+                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1333,9 +1327,8 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1428,7 +1421,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1437,7 +1430,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1447,7 +1440,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1587,19 +1580,18 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
-                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                    step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay,
+                    grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1609,9 +1601,8 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
+                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1722,7 +1713,7 @@ def sgd_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1731,7 +1722,7 @@ def sgd_float16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1741,7 +1732,7 @@ def sgd_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )

@@ -3106,16 +3106,16 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
-                    scalar_1, minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
-                one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
+                scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3125,8 +3125,8 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3312,7 +3312,7 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3320,9 +3320,8 @@ def sgdp_bfloat16_no_projected(
         if start + TILE <= count:
             sgdp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-                minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3332,8 +3331,8 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3422,17 +3421,17 @@ def sgdp_bfloat16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
+                    scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
-                lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3440,8 +3439,8 @@ def sgdp_bfloat16_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
-                    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -3575,7 +3574,7 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3583,9 +3582,8 @@ def sgdp_float16_no_projected(
         if start + TILE <= count:
             sgdp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-                minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3595,8 +3593,8 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale, scalar_1,
-                    minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3703,17 +3701,17 @@ def sgdp_float16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
+                    scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
-                lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3721,8 +3719,8 @@ def sgdp_float16_no_projected_small(
                 live = few < count - start
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
-                    lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -6572,7 +6570,7 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -6580,9 +6578,8 @@ def sgdp_float32_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
-                one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
-                stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
+                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -6592,8 +6589,8 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
-                    lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -6781,7 +6778,7 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -6790,9 +6787,9 @@ def sgdp_bfloat16_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
-                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -6802,8 +6799,8 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
-                    lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -6894,16 +6891,16 @@ def sgdp_bfloat16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-                    minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                (before + start) // 8 * 8 + at, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -6912,7 +6909,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 
@@ -7049,7 +7046,7 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -7058,9 +7055,9 @@ def sgdp_float16_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_dampening_times_grad_scale,
-                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -7070,8 +7067,8 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_dampening_times_grad_scale,
-                    lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -7180,16 +7177,16 @@ def sgdp_float16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
-                    minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                (before + start) // 8 * 8 + at, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -7198,7 +7195,7 @@ def sgdp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 

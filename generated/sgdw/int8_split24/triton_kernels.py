@@ -154,14 +154,14 @@ def sgdw_bfloat16(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
-                    minus_lr_times_grad_scale, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -169,9 +169,8 @@ def sgdw_bfloat16(
             if start < count:
                 live = few < count - start
                 sgdw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -268,14 +267,14 @@ def sgdw_float16(
             for odd in tl.static_range(2):
                 sgdw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, one_minus_lr_times_weight_decay,
-                    minus_lr_times_grad_scale, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -283,9 +282,8 @@ def sgdw_float16(
             if start < count:
                 live = few < count - start
                 sgdw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                    step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -394,7 +392,7 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -402,8 +400,8 @@ def sgdw_float32_has_momentum(
         if start + TILE <= count:
             sgdw_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
-                scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -413,8 +411,8 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -599,18 +597,17 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                    False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -620,8 +617,8 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -710,7 +707,7 @@ def sgdw_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -719,7 +716,7 @@ def sgdw_bfloat16_has_momentum_small(
         if start + TILE <= count:
             sgdw_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -729,7 +726,7 @@ def sgdw_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -866,18 +863,17 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                    False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -887,8 +883,8 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -995,7 +991,7 @@ def sgdw_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1004,7 +1000,7 @@ def sgdw_float16_has_momentum_small(
         if start + TILE <= count:
             sgdw_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
+                (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -1014,7 +1010,7 @@ def sgdw_float16_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -1125,17 +1121,16 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
-                False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1145,8 +1140,8 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1338,18 +1333,18 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1359,8 +1354,8 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1452,7 +1447,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1461,7 +1456,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                (before + start) // 8 * 8 + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1471,7 +1466,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    (before + start) // 8 * 8 + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1609,18 +1604,18 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
+                one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1630,8 +1625,8 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1741,7 +1736,7 @@ def sgdw_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
                     grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -1750,7 +1745,7 @@ def sgdw_float16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                (before + start) // 8 * 8 + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1760,7 +1755,7 @@ def sgdw_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    (before + start) // 8 * 8 + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )

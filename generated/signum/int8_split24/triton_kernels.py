@@ -155,24 +155,23 @@ def signum_bfloat16(
             for odd in tl.static_range(2):
                 signum_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
-                grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 signum_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -270,24 +269,23 @@ def signum_float16(
             for odd in tl.static_range(2):
                 signum_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, grad_scale, one_minus_lr_times_weight_decay,
-                    minus_lr, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7,
-                grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at, grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
             if start < count:
                 live = few < count - start
                 signum_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, True,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -396,7 +394,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -404,9 +402,8 @@ def signum_float32_has_momentum(
         if start + TILE <= count:
             signum_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, momentum,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -416,7 +413,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -601,7 +598,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -610,9 +607,9 @@ def signum_bfloat16_has_momentum(
         if start + TILE <= count:
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -622,7 +619,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -711,16 +708,16 @@ def signum_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -729,7 +726,7 @@ def signum_bfloat16_has_momentum_small(
                 live = few < count - start
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -865,7 +862,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -874,9 +871,9 @@ def signum_float16_has_momentum(
         if start + TILE <= count:
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -886,7 +883,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -993,16 +990,16 @@ def signum_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                    stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, momentum, one_minus_momentum_times_grad_scale,
+                (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1011,7 +1008,7 @@ def signum_float16_has_momentum_small(
                 live = few < count - start
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, momentum, one_minus_momentum_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 

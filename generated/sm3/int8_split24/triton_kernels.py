@@ -846,15 +846,15 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_float32_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
                 minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -865,8 +865,8 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1059,17 +1059,16 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_bfloat16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                step_key, stream_key, False,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps,
+                grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1079,8 +1078,8 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1166,16 +1165,16 @@ def sm3_bfloat16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    accumulator_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, eps,
+                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_bfloat16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1183,8 +1182,8 @@ def sm3_bfloat16_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1330,17 +1329,16 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
-                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
+                    minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_float16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                step_key, stream_key, False,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps,
+                grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1350,8 +1348,8 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -1455,16 +1453,16 @@ def sm3_float16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7,
-                    eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                    accumulator_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, eps,
+                    grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sm3_float16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
-                step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1472,8 +1470,8 @@ def sm3_float16_no_factored_small(
                 live = few < count - start
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, eps, grad_scale_times_grad_scale,
-                    minus_lr_times_grad_scale, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -3211,7 +3209,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3220,7 +3218,7 @@ def sm3_float32_has_momentum_no_factored(
             sm3_float32_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                (before + start) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3232,7 +3230,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3465,7 +3463,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3474,9 +3472,9 @@ def sm3_bfloat16_has_momentum_no_factored(
             sm3_bfloat16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3487,7 +3485,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3585,7 +3583,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3594,7 +3592,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_bfloat16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, momentum, eps,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3604,7 +3602,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
@@ -3778,7 +3776,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps,
+                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3787,9 +3785,9 @@ def sm3_float16_has_momentum_no_factored(
             sm3_float16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3800,7 +3798,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3916,7 +3914,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, momentum, eps, grad_scale_times_grad_scale,
+                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3925,7 +3923,7 @@ def sm3_float16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_float16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, before + start + (at - (at & 7)) | at & 7, momentum, eps,
+                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3935,7 +3933,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, before + start + (few - (few & 7)) | few & 7, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )

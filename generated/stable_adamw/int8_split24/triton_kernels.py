@@ -171,8 +171,8 @@ def stable_adamw_float32_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
@@ -180,9 +180,8 @@ def stable_adamw_float32_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -193,7 +192,7 @@ def stable_adamw_float32_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
@@ -674,8 +673,8 @@ def stable_adamw_bfloat16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
@@ -683,9 +682,8 @@ def stable_adamw_bfloat16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -696,7 +694,7 @@ def stable_adamw_bfloat16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
@@ -842,8 +840,8 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
-                    step_key, stream_key, False,
+                    rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -851,8 +849,7 @@ def stable_adamw_bfloat16_3(
             stable_adamw_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, step_key,
-                stream_key, False,
+                rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -863,8 +860,8 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps, step_key,
-                    stream_key, True,
+                    rate_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1050,17 +1047,16 @@ def stable_adamw_bfloat16_small_3(
                 stable_adamw_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-                    step_key, stream_key, False,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             stable_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps,
-                beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start) // 8 * 8 + at, eps, beta1_hat,
+                scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1068,8 +1064,8 @@ def stable_adamw_bfloat16_small_3(
                 live = few < count - start
                 stable_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, (before + start) // 8 * 8 + few, eps,
+                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 
 
@@ -1217,8 +1213,8 @@ def stable_adamw_float16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, False,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         tile = count // (2 * TILE) * 2
@@ -1226,9 +1222,8 @@ def stable_adamw_float16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                step_key, stream_key, False,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -1239,7 +1234,7 @@ def stable_adamw_float16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, before + start + (few - (few & 7)) | few & 7, beta1_hat, scalar_1, scalar_2, beta2_hat,
+                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
                     eps_times_eps, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
@@ -1381,8 +1376,8 @@ def stable_adamw_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, eps,
-                    step_key, stream_key, False,
+                    rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1390,8 +1385,7 @@ def stable_adamw_float16_3(
             stable_adamw_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, eps, step_key,
-                stream_key, False,
+                rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1402,8 +1396,8 @@ def stable_adamw_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, before + start + (few - (few & 7)) | few & 7, eps, step_key,
-                    stream_key, True,
+                    rate_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps, step_key, stream_key,
+                    True,
                 )
 
 
@@ -1585,17 +1579,16 @@ def stable_adamw_float16_small_3(
                 stable_adamw_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-                    step_key, stream_key, False,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             stable_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, before + start + (at - (at & 7)) | at & 7, eps,
-                beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start) // 8 * 8 + at, eps, beta1_hat,
+                scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1603,8 +1596,8 @@ def stable_adamw_float16_small_3(
                 live = few < count - start
                 stable_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, before + start + (few - (few & 7)) | few & 7,
-                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, (before + start) // 8 * 8 + few, eps,
+                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 
 

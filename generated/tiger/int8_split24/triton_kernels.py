@@ -127,7 +127,7 @@ def tiger_float32(
                 tiger_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -135,7 +135,7 @@ def tiger_float32(
         if start + TILE <= count:
             tiger_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, before + start + (at - (at & 7)) | at & 7, beta, one_minus_lr_times_weight_decay,
+                at_block, (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
                 one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -146,8 +146,8 @@ def tiger_float32(
                 tiger_float32_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta, one_minus_lr_times_weight_decay,
-                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -331,17 +331,16 @@ def tiger_bfloat16(
                 tiger_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta,
-                    one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             tiger_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-                False,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -351,8 +350,8 @@ def tiger_bfloat16(
                 tiger_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta, one_minus_lr_times_weight_decay,
-                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -438,7 +437,7 @@ def tiger_bfloat16_small(
             for odd in tl.static_range(2):
                 tiger_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta,
+                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -446,8 +445,8 @@ def tiger_bfloat16_small(
         if start + TILE <= count:
             tiger_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -455,8 +454,8 @@ def tiger_bfloat16_small(
                 live = few < count - start
                 tiger_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta, one_minus_lr_times_weight_decay,
-                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -591,17 +590,16 @@ def tiger_float16(
                 tiger_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta,
-                    one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             tiger_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, before + start + (at - (at & 7)) | at & 7,
-                beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key,
-                False,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta,
+                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -611,8 +609,8 @@ def tiger_float16(
                 tiger_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta, one_minus_lr_times_weight_decay,
-                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -716,7 +714,7 @@ def tiger_float16_small(
             for odd in tl.static_range(2):
                 tiger_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta,
+                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -724,8 +722,8 @@ def tiger_float16_small(
         if start + TILE <= count:
             tiger_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                before + start + (at - (at & 7)) | at & 7, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -733,8 +731,8 @@ def tiger_float16_small(
                 live = few < count - start
                 tiger_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    before + start + (few - (few & 7)) | few & 7, beta, one_minus_lr_times_weight_decay,
-                    one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
+                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    minus_lr, step_key, stream_key, True,
                 )
 
 

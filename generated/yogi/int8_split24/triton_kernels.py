@@ -172,7 +172,7 @@ def yogi_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -182,9 +182,9 @@ def yogi_float32(
             yogi_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -195,7 +195,7 @@ def yogi_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -440,7 +440,7 @@ def yogi_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
@@ -451,10 +451,9 @@ def yogi_bfloat16(
             yogi_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -465,7 +464,7 @@ def yogi_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -571,7 +570,7 @@ def yogi_bfloat16_small(
                 yogi_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
@@ -581,7 +580,7 @@ def yogi_bfloat16_small(
         if start + TILE <= count:
             yogi_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                 False,
@@ -592,7 +591,7 @@ def yogi_bfloat16_small(
                 live = few < count - start
                 yogi_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     True,
@@ -771,7 +770,7 @@ def yogi_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1,
+                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
@@ -782,10 +781,9 @@ def yogi_float16(
             yogi_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, before + start + (at - (at & 7)) | at & 7, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -796,7 +794,7 @@ def yogi_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -920,7 +918,7 @@ def yogi_float16_small(
                 yogi_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    before + start + odd * TILE + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
@@ -930,7 +928,7 @@ def yogi_float16_small(
         if start + TILE <= count:
             yogi_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, before + start + (at - (at & 7)) | at & 7, beta1, one_minus_lr_times_weight_decay,
+                at, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                 False,
@@ -941,7 +939,7 @@ def yogi_float16_small(
                 live = few < count - start
                 yogi_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, before + start + (few - (few & 7)) | few & 7, beta1, one_minus_lr_times_weight_decay,
+                    live, (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     True,
