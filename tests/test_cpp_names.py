@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from optgen.backends import cpp, cpp_stages
-from optgen.formats import Float
+from optgen.formats import Float, LogMax, narrow
 from optgen.lang import hyper, maximum, minimum, nonneg, optimizer, sqrt, state, where
+from optgen.lang.values import bits, block_max, cast
 from optgen.ops import dtypes
+from optgen.ops.dtypes import i16
 from optgen.runtime import native
 from tests import harness, product
 
@@ -99,6 +102,25 @@ def test_limits_keep_the_zero_that_the_reference_keeps(isa: str, tmp_path: Path)
     check(zeros, harness.plan_of("fp32"), "float32", tmp_path, isa)
 
 
+@dataclass(frozen=True)
+class Upper(LogMax):
+    """What a block's maximum is taken of is not what its elements are encoded from."""
+
+    def _encode(self, x: Any, noise: Any) -> Any:
+        pattern = bits(sqrt(x))
+        within = minimum(pattern, self.highest)
+        top = (maximum(block_max(pattern, self.block), self.lowest) - self.lowest) >> 21
+        code = where(within < (top << 21), 0, (within >> 20) & self.codes)
+        return narrow.cut(code, self.bits) | {"peak": cast(top, i16)}, top << 21, code
+
+
+def test_a_format_keeps_other_values_than_it_takes_the_maximum_of(tmp_path: Path) -> None:
+    """Found by an experiment with formats: the blocks' loop asked for an array that nothing had declared."""
+    plan = harness.plan_of("int5_int3_split24").but("upper", nonneg=Upper(3, 64))
+    with harness.unoptimized():
+        check(harness.spec_of("adamw"), plan, "bfloat16", tmp_path, "")
+
+
 @pytest.mark.parametrize("plan", product.PLANS)
 def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
     """In the order of the text of every stage, for every rule under the plan."""
@@ -116,3 +138,5 @@ def test_no_buffer_is_read_after_it_was_written(plan: str) -> None:
                     stored = [m.start() for m in re.finditer(rf"store\w*(<\d>)?\({b.name}_at \+", text)]
                     read = [m.start() for m in re.finditer(rf"(load|raw)\({b.name}_at \+", text)]
                     assert not stored or not read or max(read) < min(stored), (name, b.name)
+                blocks = set(re.findall(r"(\w+)_kept\[TILE / BLOCK\];", text))
+                assert set(re.findall(r"(\w+)_kept \+ b\)", text)) <= blocks, name  # others: an entry per element

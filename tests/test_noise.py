@@ -15,11 +15,13 @@ import torch
 
 from optgen.backends.printer import Printer
 from optgen.backends.reference import SPELL
+from optgen.lang import flag, hyper, optimizer, state
 from optgen.lower import noise as noises
 from optgen.lower.noise import WINDOW, deal, places, word
 from optgen.runtime import keys
 from optgen.runtime.eager import Blocks, rotl
 from optgen.runtime.keys import step_key, stream_key
+from tests import harness
 
 N = 1 << 18
 SIGMAS = 6.0
@@ -102,6 +104,57 @@ def test_a_field_visits_equal_parts_of_its_range_once_each(shift: int, bits: int
     for parts in (8, 32, 128, 256):
         visited = (field * parts >> bits).view(-1, parts, 64).sort(1).values
         assert (visited == torch.arange(parts)[:, None]).all()
+
+
+def test_fields_of_few_bits_move_too() -> None:
+    """A format may ask for fewer bits than the place in a window has: each of its numbers comes as often as the others,
+    in every row of as many steps."""
+    dealt, nodes = deal({"first": 12, "few": 6, "one": 1, "last": 5})
+    assert len(nodes) == 1
+    code = compile(Printer(SPELL, {}).text(nodes[0]), "word", "eval")
+    names = {"b": Blocks(torch.empty(64), 1), "stream_key": 7, "torch": torch, "rotl": rotl}
+    draws = torch.stack([eval(code, {**names, "step_key": step_key(0, t)}) for t in range(WINDOW)]).long()
+    for name in ("few", "one", "last"):
+        shift, bits = dealt[name].shift, dealt[name].bits
+        field = ((draws & 0xFFFFFFFF) >> shift) & ((1 << bits) - 1)
+        rows = field.view(-1, 1 << bits, 64).sort(1).values
+        assert (rows == torch.arange(1 << bits)[:, None]).all()
+
+
+@pytest.mark.parametrize("every", [2, 3, 8])
+def test_fields_that_are_stored_rarely_lean_to_no_side_for_a_window(every: int) -> None:
+    """Of a window's places, every second are in one half of the range: draws of such fields are independent."""
+    dealt, nodes = deal({"often": 12, "rare": 12, "p": 8}, rare={"rare"})
+    assert dealt["often"].word.node is dealt["p"].word.node is nodes[0] and dealt["rare"].word.node is nodes[1]
+    assert deal({"often": 12, "p": 8})[1] == nodes[:1]  # the others draw what they draw
+    count = 1 << 13
+    code, shift = compile(Printer(SPELL, {}).text(nodes[1]), "word", "eval"), dealt["rare"].shift
+    names = {"b": Blocks(torch.empty(count), 1), "stream_key": 7, "torch": torch, "rotl": rotl}
+    steps = range(WINDOW, 2 * WINDOW, every)
+    draws = torch.stack([(eval(code, {**names, "step_key": step_key(0, t)}).long() & 0xFFFFFFFF) for t in steps])
+    means = ((draws >> shift & 4095) + 0.5).double().mean(0) / 4096 - 0.5
+    # The variance of such a mean over elements, and what chance allows it: of a uniform number 1/12 and kurtosis 1.8.
+    assert abs(float(means.square().mean()) * 12 * len(steps) - 1) <= SIGMAS * math.sqrt(2 / count)
+    one, other = draws[0] >> shift & 4095, draws[1:] >> shift & 4095
+    apart = ((one / 4096 - 0.5) * (other / 4096 - 0.5)).mean(1) * 12
+    assert float(apart.abs().max()) <= SIGMAS / math.sqrt(count)
+
+
+@optimizer(cite="none", name="Seldom")
+def seldom(p, g, m=state(), v=state(), *, lr=hyper(1e-2, ge=0), k=hyper(2.0, ge=1), now=flag(every="k")):
+    """An average of every k-th gradient."""
+    if now:
+        m = 0.9 * m + 0.1 * g
+    v = 0.9 * v + 0.1 * g
+    p = p - lr * (m + v)
+    return p, m, v
+
+
+def test_what_a_step_seldom_stores_has_a_word_of_its_own() -> None:
+    plan = harness.plan_of("int8_split24")
+    for now, count in ((True, 2), (False, 1)):
+        found = harness.only(harness.schedule(seldom, plan, "bfloat16", "strict", {"now": now}))
+        assert sum(let.name.startswith("noise") for let in found.sweep.lets) == count
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.98])

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import random
@@ -86,12 +87,15 @@ def key_of(cell: Cell) -> str:
     if product.takes_stages(cell):
         roots.add("optgen.runtime.optimizer")
     files = [(ROOT / "tests" / f"{name}.py").read_bytes() for name in ("product", "harness", "interpreter")]
-    return kept.digest_of(str(cell), STEPS, texts, kept.reach(frozenset(roots)), *files, *_versions())
+    here = [inspect.getsource(x) for x in (run_cell, Outcome)]  # what is asked of a cell, and said of it
+    return kept.digest_of(str(cell), STEPS, texts, kept.reach(frozenset(roots)), *files, *here, *_versions())
 
 
 def _versions() -> list[str]:
     by = native.compiler()
-    return [torch.__version__, metadata.version("triton"), *((by.version, native.isa().name) if by else ())]
+    # Triton's interpreter computes with NumPy.
+    libraries = [torch.__version__, metadata.version("triton"), metadata.version("numpy")]
+    return [*libraries, *((by.version, native.isa().name) if by else ())]
 
 
 @dataclass(frozen=True)

@@ -716,15 +716,17 @@ def _block_stage(plan: Phases, k: int) -> list[str]:
         name = plan.name[n.uid]
         lines.append((f"const I {name} = {'largest' if n.op == 'block_max' else 'smallest'}({name}_kept + b);", ""))
         printer.names[n.uid] = name
-    own = {let.node.uid for let in phase.blocks} | {n.uid for n in found}
+    own = {let.node.uid for let in phase.blocks}
     roots = [let.node for let in phase.blocks] + [s.node for s in phase.block_stores]
     for n in plan.uses(roots, own):
-        name = plan.name[n.uid]
-        lines.append((f"const {type_of(n.dtype)} {name} = {_read(n, name, 'b')};", ""))
-        printer.names[n.uid] = plan.name[n.uid]
+        if all(n is not m for m in found):  # those end here: what they are the maxima of, elements have
+            name = plan.name[n.uid]
+            lines.append((f"const {type_of(n.dtype)} {name} = {_read(n, name, 'b')};", ""))
+            printer.names[n.uid] = name
     lines += [_assign(plan, let, printer) for let in phase.blocks]
+    made = own | {n.uid for n in found}
     for n in plan.across:
-        if n.uid in own:
+        if n.uid in made:
             lines.append((_keep(n, plan.name[n.uid], "b"), ""))
     lines += [(_stored(plan, s, printer, "b"), "") for s in phase.block_stores]
     out = ["", "// -- blocks", "for (int b = 0; b < blocks; b += W) {"]

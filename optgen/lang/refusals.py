@@ -36,6 +36,12 @@ def called(loc: Loc) -> tuple[str, str]:
     return name, ast.unparse(call.func)
 
 
+def of_module(loc: Loc, name: str) -> bool:
+    """Whether something is taken from a module of that name at a place: math.pi, np.sqrt(x)."""
+    found = smallest(loc.file, _span(loc), (ast.Attribute,))
+    return isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name) and found.value.id == name
+
+
 def instead_of(name: str) -> str:
     """The hint that names our function for Python's, or nothing."""
     ours = _FUNCTIONS.get(name, "")

@@ -15,7 +15,7 @@ from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
-from optgen.lang.refusals import called, instead_of
+from optgen.lang.refusals import called, instead_of, of_module
 from optgen.lang.source import Source, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import Absent, Value, author_loc
@@ -138,6 +138,10 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     )
 
 
+_MODULES = ("torch.", "np.", "numpy.", "math.")
+_NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
+
+
 def _meant(error: Exception, place: Loc, spec: Spec) -> str:
     """What to write instead, as far as an error of Python's says it."""
     if isinstance(error, NameError) and error.name:
@@ -145,6 +149,8 @@ def _meant(error: Exception, place: Loc, spec: Spec) -> str:
             return f"from optgen.lang import {error.name}"
         if error.name in ("t", "step") and not spec.takes_step:
             return f"the step is a parameter of the spec: def {spec.name}(p, g, t, ...)"
+        if (written := called(place)[1]) == error.name or of_module(place, error.name):
+            return _function_meant(error.name, called(place)[0], written)
         known = [*spec.order, "g", *[h.name for h in spec.hypers], *[f.name for f in spec.flags]]
         near = did_you_mean(error.name, known)
         if near.startswith("did you mean"):
@@ -155,9 +161,20 @@ def _meant(error: Exception, place: Loc, spec: Spec) -> str:
         return ours
     if isinstance(error, AttributeError) and isinstance(error.obj, Value):
         return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
-    if written.startswith(("torch.", "np.", "numpy.", "math.")):
-        return "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
+    if written.startswith(_MODULES):
+        return _NO_TENSORS
     return ""
+
+
+def _function_meant(missing: str, name: str, written: str) -> str:
+    """What to write instead of a function, or of a module that something is taken from, which is not there."""
+    if written.split(".")[0] == missing and (ours := instead_of(name)):
+        return ours
+    if written == missing:
+        near = did_you_mean(missing, sys.modules["optgen.lang"].__dict__["__all__"])
+        return near if near.startswith("did you mean") else "define it above, or import it"
+    of_it = written.startswith(_MODULES) and written.startswith(f"{missing}.")
+    return _NO_TENSORS if of_it else f"import {missing}"
 
 
 def _raised_at(error: Exception, spec: Spec) -> Loc:

@@ -6,13 +6,14 @@ draws the same bits, whatever the tiling, the order of the tensors or the number
 
 Over time the bits are evenly spread rather than independent: within a window of 256 steps each field visits 256 equal
 parts of its range once each, in van der Corput's order (a random start, and on it the bits of the step's number
-reversed).  An average over some steps sees far less noise so.  Each draw by itself is uniform, and rounding unbiased;
-fields of one element walk through a window side by side, so their noise is not independent over it.
+reversed); a field of b < 8 bits its 2^b values, again and again.  An average over some steps sees far less noise so.
+Each draw by itself is uniform, and rounding unbiased; fields of one element walk through a window side by side, so
+their noise is not independent over it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from optgen.formats.format import Noise
 from optgen.ir import node as ir
@@ -32,7 +33,7 @@ SALTS = (0, 0x3C6EF372, 0x1B873593, 0x5851F42D)
 
 # Windows end so that nothing can walk in step with the sequence for long: under scales that move finely, endless
 # golden-ratio sequences had up to three times the noise of independent bits in roots of second moments.  256 steps are
-# what the narrowest field has room for (8 bits); no speed of a grid is known at which their noise is more than that of
+# what our narrowest field has room for (8 bits); no speed of a grid is known at which their noise is more than that of
 # independent bits (tests/test_noise.py), and windows of 32 have 3 to 15 % more error in Adam's updates.  The runtime's
 # keys (runtime/keys.py) have the same number, and the reversed bits of the step at their end.
 PLACE = 8
@@ -54,15 +55,31 @@ def places(shares: Iterable[tuple[int, int]]) -> int:
     return sum(1 << (shift + bits - PLACE) for shift, bits in shares if bits >= PLACE)
 
 
-def word(k: int, at: int) -> Node:
-    """The k-th 32-bit word of an element: hash(index, stream_key, window of step_key) ^ place of step_key * at."""
+def _part(step: Value, shift: int, bits: int) -> Value:
+    """The highest bits of a step's place, on a field that has no room for all of them."""
+    highest = step & ((WINDOW - 1) & -(1 << (PLACE - bits)))
+    up = shift + bits - PLACE
+    part: Value = highest << up if up >= 0 else highest >> -up
+    return part
+
+
+def word(k: int, at: int, narrow: Iterable[tuple[int, int]] = (), *, anew: bool = False) -> Node:
+    """The k-th 32-bit word of an element: hash(index, stream_key, window of step_key) ^ place of step_key * at.
+
+    narrow  (shift, bits) of the fields of fewer than PLACE bits
+    anew    another hash at every step instead, no place
+    """
     index = Value(ir.index())
     stream, step = Value(ir.key("stream_key")), Value(ir.key("step_key"))
     x = lshr(index, 3) ^ stream ^ (step & -WINDOW)
+    if anew:  # far from what sets the eights of a tensor apart
+        x = x ^ (step & (WINDOW - 1)) * _i32(M2)
     x = (x ^ _i32(salt(k)) if k else x) * _i32(M1)
     x = (x ^ lshr(x, 16)) * _i32(M2)
     x = x ^ lshr(x, 15)
-    moved = x ^ (step & (WINDOW - 1)) * _i32(at)
+    moved = x if anew else x ^ (step & (WINDOW - 1)) * _i32(at)
+    for shift, bits in narrow:
+        moved = moved ^ _part(step, shift, bits)
     y = (x ^ lshr(x, 16)) * _i32(M3)
     y = (y ^ lshr(y, 15)) * _i32(M1)
     y = y ^ lshr(y, 16)
@@ -72,20 +89,19 @@ def word(k: int, at: int) -> Node:
     return out.node
 
 
-def deal(wants: dict[str, int]) -> tuple[dict[str, Noise], list[Node]]:
+def deal(wants: Mapping[str, int], rare: Collection[str] = ()) -> tuple[dict[str, Noise], list[Node]]:
     """Noise for each field that wants bits, first come first served, a new word where 32 bits run out.
 
     The first field of a word takes its top bits and the last one its bottom bits: the one needs only a shift, the
     other only a mask.
+
+    rare  fields that are not stored at every step; they have words of their own, drawn anew at each.  Of a window they
+          would see some places only, at every second step those of the same half of the range: rounding would lean to
+          one side for a whole window.
     """
-    shares: list[dict[str, int]] = []
-    for name, bits in wants.items():
-        if bits > 32:
-            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
-        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
-            shares.append({})
-        if bits:
-            shares[-1][name] = bits
+    shares = _shares({name: bits for name, bits in wants.items() if name not in rare})
+    often = len(shares)
+    shares += _shares({name: bits for name, bits in wants.items() if name in rare})
     out: dict[str, Noise] = {}
     words = []
     for k, share in enumerate(shares):
@@ -95,9 +111,23 @@ def deal(wants: dict[str, int]) -> tuple[dict[str, Noise], list[Node]]:
             top -= bits
             last = len(share) > 1 and name == list(share)[-1]
             fields[name] = 0 if last else top, bits
-        words.append(word(k, places(fields.values())))
+        narrow = [f for f in fields.values() if f[1] < PLACE]
+        words.append(word(k, places(fields.values()), narrow) if k < often else word(k, 0, anew=True))
         out |= {name: Noise(Value(words[k]), shift, bits) for name, (shift, bits) in fields.items()}
     return out, words
+
+
+def _shares(wants: Mapping[str, int]) -> list[dict[str, int]]:
+    """Of each word: its fields and their bits."""
+    shares: list[dict[str, int]] = []
+    for name, bits in wants.items():
+        if bits > 32:
+            raise ValueError(f"{name} wants {bits} random bits; a word has 32")
+        if bits and (not shares or sum(shares[-1].values()) + bits > 32):
+            shares.append({})
+        if bits:
+            shares[-1][name] = bits
+    return shares
 
 
 __all__ = ["WINDOW", "deal", "places", "word"]

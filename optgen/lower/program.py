@@ -91,13 +91,28 @@ def _decode_all(spec: Spec, storage: Storage) -> tuple[Value, dict[str, Value], 
     return weight, states, [let for let in inner + lets if let.node.op != "load"]
 
 
+def _rare(spec: Spec, flags: Mapping[str, bool]) -> frozenset[str]:
+    """The states that only change at the multiples of a hyper-parameter, where this is such a step."""
+    now = {f.name: False for f in spec.flags if f.every and flags[f.name]}
+    if not now:
+        return frozenset()
+    between = spec.trace({**flags, **now}).states
+    return frozenset(name for name, node in between.items() if node.op == "load" and node.attr == name)
+
+
 def _encode_all(
-    spec: Spec, storage: Storage, weight: Value, states: Mapping[str, Value], *, stochastic: bool
+    spec: Spec,
+    storage: Storage,
+    weight: Value,
+    states: Mapping[str, Value],
+    *,
+    stochastic: bool,
+    rare: frozenset[str] = frozenset(),
 ) -> tuple[list[Let], list[Store]]:
-    """The random words, and the stores that keep a weight and the states."""
+    """The random words, and the stores that keep a weight and the states; `rare`: those not of every step."""
     wants = {name: storage.states[name].noise_bits for name in encoding_order(spec, storage)}
     wants["p"] = storage.master.noise_bits(storage.param)
-    noise, words = deal(wants) if stochastic else ({}, [])
+    noise, words = deal(wants, rare) if stochastic else ({}, [])
     doc = "32 random bits: hash(element, tensor, window of steps), evenly spread over a window"
     lets = [Let("noise" if not k else f"noise_{k + 1}", w, "encode", doc=doc) for k, w in enumerate(words)]
     stores: list[Store] = []
@@ -212,7 +227,8 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
     )
     body = [Let("g", g.node, "decode"), *decoded, *lets]
     new_states = {name: Value(node) for name, node in new_nodes.items()}
-    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True)
+    rare = _rare(spec, flags)
+    words, stores = _encode_all(spec, storage, Value(new_weight), new_states, stochastic=True, rare=rare)
     body += words
     used = set(ir.loads([let.node for let in body] + [s.node for s in stores]))
     buffers = tuple(replace(b, reads=b.name in used) for b in buffers)
