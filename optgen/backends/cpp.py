@@ -181,11 +181,14 @@ def _limit(name: str) -> Spelling:
 
 
 def _min(p: Printer, n: Node) -> Text:
-    """A pattern at most NaN's is one without a NaN's payload, for what is added to it.
+    """A pattern at most NaN's is one without a NaN's payload, for what is added to it.  Fast maths.
 
     The least of two integers would pass negative NaNs on as they are: a GPU never makes one, a CPU keeps what it read.
     """
     x, y = sorted(n.args, key=lambda a: a.op != "bitcast")
+    assert isinstance(p, CppPrinter)
+    if p.phases.program.maths == "strict":
+        return _limit("min")(p, n)
     if x.op == "bitcast" and x.args[0].dtype.name == "f32" and is_const(y, NAN):
         return (f"bits_or_nan(as_float({p.text(x)}))", ATOM) if x.uid in p.names else p.call("bits_or_nan", x.args[0])
     return _limit("min")(p, n)
