@@ -762,14 +762,11 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
     out.append(f"{pad}    start = {'pair' if counted else 'opaque(pair)'} * (2 * TILE)")
     out.append(f"{pad}    for odd in tl.static_range(2):")
     further = "start + odd * TILE", "pair * (2 * BLOCKS) + odd * BLOCKS"
-    # Tiles begin at a multiple of 8, which compilers are to see: eight neighbours share a hash.  Said of the scalar,
-    # not of the elements: the more operations an index takes, the sooner Triton 3.6 leaves the hash in a layout of its
-    # own and moves it through shared memory (AdamW int8_split24, sm_90: 84 instructions instead of 61).
-    out += call(f"{pad}        ", *further, "False", **full, index="(before + start + odd * TILE) // 8 * 8 + at")
+    out += call(f"{pad}        ", *further, "False", **full, index="numbered(before + start + odd * TILE, at)")
     out.append(f"{pad}tile = count // (2 * TILE) * 2")
     out.append(f"{pad}start = tile * TILE")
     out.append(f"{pad}if start + TILE <= count:")
-    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="(before + start) // 8 * 8 + at")
+    out += call(f"{pad}    ", "start", "tile * BLOCKS", "False", **full, index="numbered(before + start, at)")
     # No loop, which would carry the address of every element.
     out.append(f"{pad}for part in tl.static_range(TILE // LESS):")
     out.append(f"{pad}    start = count // TILE * TILE + part * LESS")
@@ -781,7 +778,7 @@ def kernel(schedule: Schedule, function: str, source: str = "", table: Table | N
         out.append(f"{pad}        live_eight = few_eights * 8 < count - start")
     partial = dict(at="few", at_block="few_blocks", live="live", live_block="live_block", at_eight="few_eights")
     further = "start", "count // TILE * BLOCKS + part * FEW"
-    out += call(f"{pad}        ", *further, "True", **partial, index="(before + start) // 8 * 8 + few")
+    out += call(f"{pad}        ", *further, "True", **partial, index="numbered(before + start, few)")
     for t in found:
         total = folded(t, f"tl.reshape({t.name}s, [1, {'256' if strict else 'TILE'}])", strict)
         if apart:
@@ -853,6 +850,7 @@ def helpers(schedules: list[Schedule]) -> list[str]:
     text = {"get", "put", "pointer", "opaque"}
     for s in schedules:
         fast = s.program.maths == "fast"
+        text |= {"numbered"} if _is_counted(s.program) else set()
         for n in printed(s.program.roots()) if fast else postorder(s.program.roots()):
             found = lanes(n) if fast else None
             if found:

@@ -180,6 +180,8 @@ def needs(step: Step) -> list[str]:
     """Names to import from optgen.runtime.triton_prelude."""
     names = set(helpers([s.schedule for s in step.stages if not s.call]))
     strict = step.program.maths == "strict"
+    if not any(s.is_sweep and not touches_matrices(p := s.schedule.program) and _is_counted(p) for s in step.stages):
+        names.discard("numbered")
     for s in step.stages:
         if s.is_sweep and touches_matrices(s.schedule.program):
             for t in terms(s.schedule):

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -173,7 +173,7 @@ def adabelief_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_var_ptr + start + odd * TILE,
                     exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -183,7 +183,7 @@ def adabelief_float32(
             adabelief_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -195,7 +195,7 @@ def adabelief_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -436,7 +436,7 @@ def adabelief_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -446,7 +446,7 @@ def adabelief_bfloat16(
             adabelief_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -459,7 +459,7 @@ def adabelief_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -559,7 +559,7 @@ def adabelief_bfloat16_small(
                 adabelief_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -568,7 +568,7 @@ def adabelief_bfloat16_small(
         if start + TILE <= count:
             adabelief_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -577,7 +577,7 @@ def adabelief_bfloat16_small(
                 live = few < count - start
                 adabelief_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -755,7 +755,7 @@ def adabelief_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_var_ptr + start + odd * TILE, exp_avg_var_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -765,7 +765,7 @@ def adabelief_float16(
             adabelief_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -778,7 +778,7 @@ def adabelief_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
                     exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -896,7 +896,7 @@ def adabelief_float16_small(
                 adabelief_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_var_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -905,7 +905,7 @@ def adabelief_float16_small(
         if start + TILE <= count:
             adabelief_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -914,7 +914,7 @@ def adabelief_float16_small(
                 live = few < count - start
                 adabelief_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, widened,
+    apart, block_max, block_min, byte, get, inverse, joined, numbered, opaque, pointer, put, reciprocal,
+    rotl, widened,
 )
 
 
@@ -184,7 +185,7 @@ def adadelta_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, acc_delta_ptr + start + odd * TILE,
                     acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -193,7 +194,7 @@ def adadelta_float32(
             adadelta_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -205,7 +206,7 @@ def adadelta_float32(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -451,7 +452,7 @@ def adadelta_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -460,8 +461,8 @@ def adadelta_bfloat16(
             adadelta_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
-                one_minus_rho, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -472,7 +473,7 @@ def adadelta_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -569,7 +570,7 @@ def adadelta_bfloat16_small(
                 adadelta_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -577,8 +578,8 @@ def adadelta_bfloat16_small(
         if start + TILE <= count:
             adadelta_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, False,
+                at, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -586,7 +587,7 @@ def adadelta_bfloat16_small(
                 live = few < count - start
                 adadelta_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -773,7 +774,7 @@ def adadelta_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     acc_delta_ptr + start + odd * TILE, acc_delta_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -782,8 +783,8 @@ def adadelta_float16(
             adadelta_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale,
-                one_minus_rho, minus_lr, step_key, stream_key, False,
+                at_block, at, at_block, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho,
+                minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -794,7 +795,7 @@ def adadelta_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
                     acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -909,7 +910,7 @@ def adadelta_float16_small(
                 adadelta_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, acc_delta_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -917,8 +918,8 @@ def adadelta_float16_small(
         if start + TILE <= count:
             adadelta_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                step_key, stream_key, False,
+                at, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -926,7 +927,7 @@ def adadelta_float16_small(
                 live = few < count - start
                 adadelta_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                    live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, True,
                 )
 

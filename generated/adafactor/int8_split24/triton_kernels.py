@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    term, widened, within,
+    apart, block_max, block_min, byte, get, inverse, joined, minus, numbered, opaque, pointer, put,
+    reciprocal, rotl, term, widened, within,
 )
 
 
@@ -2083,7 +2083,7 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, variance_ptr + start + odd * TILE,
                     variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2091,7 +2091,7 @@ def adafactor_float32_no_factored_3(
         if start + TILE <= count:
             adafactor_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, tensor_div_ptr,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay,
                 scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2102,7 +2102,7 @@ def adafactor_float32_no_factored_3(
                 adafactor_float32_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -2553,7 +2553,7 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
                 )
@@ -2563,7 +2563,7 @@ def adafactor_bfloat16_no_factored_3(
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2574,7 +2574,7 @@ def adafactor_bfloat16_no_factored_3(
                 adafactor_bfloat16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -2751,7 +2751,7 @@ def adafactor_bfloat16_no_factored_small_3(
             for odd in tl.static_range(2):
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
                     grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                     step_key, stream_key, False,
                 )
@@ -2760,7 +2760,7 @@ def adafactor_bfloat16_no_factored_small_3(
         if start + TILE <= count:
             adafactor_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2769,7 +2769,7 @@ def adafactor_bfloat16_no_factored_small_3(
                 live = few < count - start
                 adafactor_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -3052,7 +3052,7 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     variance_ptr + start + odd * TILE, variance_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
                 )
@@ -3062,7 +3062,7 @@ def adafactor_float16_no_factored_3(
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                 variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3073,7 +3073,7 @@ def adafactor_float16_no_factored_3(
                 adafactor_float16_no_factored_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
                     variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 
@@ -3275,7 +3275,7 @@ def adafactor_float16_no_factored_small_3(
             for odd in tl.static_range(2):
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    variance_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
                     grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                     step_key, stream_key, False,
                 )
@@ -3284,7 +3284,7 @@ def adafactor_float16_no_factored_small_3(
         if start + TILE <= count:
             adafactor_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3293,7 +3293,7 @@ def adafactor_float16_no_factored_small_3(
                 live = few < count - start
                 adafactor_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                    numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
                 )
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    widened,
+    apart, block_max, block_min, byte, get, inverse, joined, minus, numbered, opaque, pointer, put,
+    reciprocal, rotl, widened,
 )
 
 
@@ -139,7 +139,7 @@ def adagrad_float32(
                 adagrad_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE,
                     sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2,
+                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, start_, scalar_1, scalar_2,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -147,8 +147,8 @@ def adagrad_float32(
         if start + TILE <= count:
             adagrad_float32_tile(
                 p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
-                stream_key, False,
+                numbered(before + start, at), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -157,8 +157,8 @@ def adagrad_float32(
                 live_block = few_blocks * 64 < count - start
                 adagrad_float32_tile(
                     p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_,
-                    scalar_1, scalar_2, step_key, stream_key, True,
+                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale, start_, scalar_1,
+                    scalar_2, step_key, stream_key, True,
                 )
 
 
@@ -351,7 +351,7 @@ def adagrad_bfloat16(
                 adagrad_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, start_, scalar_1,
                     scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -359,7 +359,7 @@ def adagrad_bfloat16(
         if start + TILE <= count:
             adagrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                at_block, at, at_block, numbered(before + start, at), weight_decay, grad_scale, start_, scalar_1,
                 scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -370,7 +370,7 @@ def adagrad_bfloat16(
                 adagrad_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
                     sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    numbered(before + start, few), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
                     stream_key, True,
                 )
 
@@ -457,7 +457,7 @@ def adagrad_bfloat16_small(
             for odd in tl.static_range(2):
                 adagrad_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
+                    sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
                     grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -465,8 +465,8 @@ def adagrad_bfloat16_small(
         if start + TILE <= count:
             adagrad_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
-                stream_key, False,
+                numbered(before + start, at), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -474,7 +474,7 @@ def adagrad_bfloat16_small(
                 live = few < count - start
                 adagrad_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    numbered(before + start, few), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
                     stream_key, True,
                 )
 
@@ -619,7 +619,7 @@ def adagrad_float16(
                 adagrad_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     sum_ptr + start + odd * TILE, sum_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, start_, scalar_1,
                     scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -627,7 +627,7 @@ def adagrad_float16(
         if start + TILE <= count:
             adagrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1,
+                at_block, at, at_block, numbered(before + start, at), weight_decay, grad_scale, start_, scalar_1,
                 scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -638,7 +638,7 @@ def adagrad_float16(
                 adagrad_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
                     sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    numbered(before + start, few), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
                     stream_key, True,
                 )
 
@@ -743,7 +743,7 @@ def adagrad_float16_small(
             for odd in tl.static_range(2):
                 adagrad_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    sum_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
+                    sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
                     grad_scale, start_, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -751,8 +751,8 @@ def adagrad_float16_small(
         if start + TILE <= count:
             adagrad_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
-                stream_key, False,
+                numbered(before + start, at), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -760,7 +760,7 @@ def adagrad_float16_small(
                 live = few < count - start
                 adagrad_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
+                    numbered(before + start, few), weight_decay, grad_scale, start_, scalar_1, scalar_2, step_key,
                     stream_key, True,
                 )
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -177,7 +177,7 @@ def adam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -186,7 +186,7 @@ def adam_float32(
             adam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                 scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -198,8 +198,8 @@ def adam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -439,7 +439,7 @@ def adam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -448,7 +448,7 @@ def adam_bfloat16(
             adam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -460,8 +460,8 @@ def adam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -558,7 +558,7 @@ def adam_bfloat16_small(
                 adam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                     stream_key, False,
                 )
@@ -567,7 +567,7 @@ def adam_bfloat16_small(
         if start + TILE <= count:
             adam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -577,7 +577,7 @@ def adam_bfloat16_small(
                 live = few < count - start
                 adam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                     stream_key, True,
                 )
@@ -758,7 +758,7 @@ def adam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -767,7 +767,7 @@ def adam_float16(
             adam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -779,8 +779,8 @@ def adam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -895,7 +895,7 @@ def adam_float16_small(
                 adam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                     stream_key, False,
                 )
@@ -904,7 +904,7 @@ def adam_float16_small(
         if start + TILE <= count:
             adam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                 stream_key, False,
             )
@@ -914,7 +914,7 @@ def adam_float16_small(
                 live = few < count - start
                 adam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key,
                     stream_key, True,
                 )
@@ -1101,7 +1101,7 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1110,7 +1110,7 @@ def adam_float32_amsgrad(
             adam_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key,
                 stream_key, False,
             )
@@ -1124,8 +1124,8 @@ def adam_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1406,7 +1406,7 @@ def adam_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1416,7 +1416,7 @@ def adam_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                 scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1429,8 +1429,8 @@ def adam_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1534,18 +1534,18 @@ def adam_bfloat16_amsgrad_small(
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
-                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1553,7 +1553,7 @@ def adam_bfloat16_amsgrad_small(
                 live = few < count - start
                 adam_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay,
+                    max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
                     scalar_4, scalar_5, step_key, stream_key, True,
                 )
@@ -1768,7 +1768,7 @@ def adam_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1778,7 +1778,7 @@ def adam_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                 scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1791,8 +1791,8 @@ def adam_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, scalar_2, scalar_3, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1914,18 +1914,18 @@ def adam_float16_amsgrad_small(
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
-                    beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1,
+                    scalar_3, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adam_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
-                grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
-                scalar_4, scalar_5, step_key, stream_key, False,
+                max_exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
+                one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, scalar_4,
+                scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1933,7 +1933,7 @@ def adam_float16_amsgrad_small(
                 live = few < count - start
                 adam_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay,
+                    max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3,
                     scalar_4, scalar_5, step_key, stream_key, True,
                 )

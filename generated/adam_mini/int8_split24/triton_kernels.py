@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    rounded, term, widened, within,
+    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
+    rotl, rounded, term, widened, within,
 )
 
 
@@ -2156,7 +2156,7 @@ def adam_mini_float32_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2165,7 +2165,7 @@ def adam_mini_float32_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -2175,8 +2175,8 @@ def adam_mini_float32_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -2563,7 +2563,7 @@ def adam_mini_bfloat16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2572,7 +2572,7 @@ def adam_mini_bfloat16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -2582,8 +2582,8 @@ def adam_mini_bfloat16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -2711,7 +2711,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2719,7 +2719,7 @@ def adam_mini_bfloat16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, numbered(before + start, at), one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2729,7 +2729,7 @@ def adam_mini_bfloat16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_bfloat16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -2860,8 +2860,8 @@ def adam_mini_bfloat16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, numbered(before + start + odd * TILE, at), beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2869,7 +2869,7 @@ def adam_mini_bfloat16_no_by_rows_small_3(
         if start + TILE <= count:
             adam_mini_bfloat16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2878,9 +2878,8 @@ def adam_mini_bfloat16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_bfloat16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                    stream_key, True,
+                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -2985,7 +2984,7 @@ def adam_mini_float16_no_by_rows_1(
             for odd in tl.static_range(2):
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start + odd * TILE, m_ptr + start + odd * TILE, m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -2994,7 +2993,7 @@ def adam_mini_float16_no_by_rows_1(
         if start + TILE <= count:
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                 g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
         for part in tl.static_range(TILE // LESS):
@@ -3004,8 +3003,8 @@ def adam_mini_float16_no_by_rows_1(
                 live_block = few_blocks * 64 < count - start
                 tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
                     g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
+                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                    True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -3129,7 +3128,7 @@ def adam_mini_float16_no_by_rows_3(
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, m_ptr + start + odd * TILE,
                     m_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_denom_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3137,7 +3136,7 @@ def adam_mini_float16_no_by_rows_3(
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_3_tile(
                 p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay,
+                at, at_block, at, at_block, numbered(before + start, at), one_minus_lr_times_weight_decay,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3147,7 +3146,7 @@ def adam_mini_float16_no_by_rows_3(
                 live_block = few_blocks * 64 < count - start
                 adam_mini_float16_no_by_rows_3_tile(
                     p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few,
+                    one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
                     one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -3296,8 +3295,8 @@ def adam_mini_float16_no_by_rows_small_3(
             for odd in tl.static_range(2):
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    m_ptr + start + odd * TILE, one_over_denom_ptr, at, at, numbered(before + start + odd * TILE, at), beta1,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3305,7 +3304,7 @@ def adam_mini_float16_no_by_rows_small_3(
         if start + TILE <= count:
             adam_mini_float16_no_by_rows_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3314,9 +3313,8 @@ def adam_mini_float16_no_by_rows_small_3(
                 live = few < count - start
                 adam_mini_float16_no_by_rows_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key,
-                    stream_key, True,
+                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
                 )
 
 

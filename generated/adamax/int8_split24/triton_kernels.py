@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -170,8 +170,8 @@ def adamax_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_inf_ptr + start + odd * TILE,
                     exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -179,7 +179,7 @@ def adamax_float32(
             adamax_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -191,7 +191,7 @@ def adamax_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -423,7 +423,7 @@ def adamax_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -432,8 +432,8 @@ def adamax_bfloat16(
             adamax_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -444,7 +444,7 @@ def adamax_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -542,15 +542,15 @@ def adamax_bfloat16_small(
                 adamax_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adamax_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -559,7 +559,7 @@ def adamax_bfloat16_small(
                 live = few < count - start
                 adamax_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 
@@ -733,7 +733,7 @@ def adamax_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_inf_ptr + start + odd * TILE, exp_inf_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -742,8 +742,8 @@ def adamax_float16(
             adamax_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -754,7 +754,7 @@ def adamax_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
                     exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -870,15 +870,15 @@ def adamax_float16_small(
                 adamax_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_inf_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             adamax_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -887,7 +887,7 @@ def adamax_float16_small(
                 live = few < count - start
                 adamax_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
                 )
 

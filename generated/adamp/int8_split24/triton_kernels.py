@@ -24,7 +24,7 @@ import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger,
-    minus, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    minus, numbered, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
 
 
@@ -3508,7 +3508,7 @@ def adamp_float32_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -3518,7 +3518,7 @@ def adamp_float32_no_projected(
             adamp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                 False,
             )
@@ -3531,7 +3531,7 @@ def adamp_float32_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -3778,7 +3778,7 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -3788,7 +3788,7 @@ def adamp_bfloat16_no_projected(
             adamp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -3801,7 +3801,7 @@ def adamp_bfloat16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -3902,7 +3902,7 @@ def adamp_bfloat16_no_projected_small(
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -3911,7 +3911,7 @@ def adamp_bfloat16_no_projected_small(
         if start + TILE <= count:
             adamp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                 False,
             )
@@ -3921,9 +3921,9 @@ def adamp_bfloat16_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -4106,7 +4106,7 @@ def adamp_float16_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -4116,7 +4116,7 @@ def adamp_float16_no_projected(
             adamp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -4129,7 +4129,7 @@ def adamp_float16_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -4248,7 +4248,7 @@ def adamp_float16_no_projected_small(
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -4257,7 +4257,7 @@ def adamp_float16_no_projected_small(
         if start + TILE <= count:
             adamp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                 False,
             )
@@ -4267,9 +4267,9 @@ def adamp_float16_no_projected_small(
                 live = few < count - start
                 adamp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                    True,
                 )
 
 
@@ -7341,7 +7341,7 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -7351,7 +7351,7 @@ def adamp_float32_nesterov_no_projected(
             adamp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                 False,
             )
@@ -7364,7 +7364,7 @@ def adamp_float32_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -7616,7 +7616,7 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7626,7 +7626,7 @@ def adamp_bfloat16_nesterov_no_projected(
             adamp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -7639,7 +7639,7 @@ def adamp_bfloat16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -7744,7 +7744,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7753,7 +7753,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -7763,7 +7763,7 @@ def adamp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
@@ -7949,7 +7949,7 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -7959,7 +7959,7 @@ def adamp_float16_nesterov_no_projected(
             adamp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
                 step_key, stream_key, False,
             )
@@ -7972,7 +7972,7 @@ def adamp_float16_nesterov_no_projected(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                     scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
                     True,
                 )
@@ -8095,7 +8095,7 @@ def adamp_float16_nesterov_no_projected_small(
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -8104,7 +8104,7 @@ def adamp_float16_nesterov_no_projected_small(
         if start + TILE <= count:
             adamp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
@@ -8114,7 +8114,7 @@ def adamp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 adamp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )

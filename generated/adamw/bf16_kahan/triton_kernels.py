@@ -19,7 +19,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import get, minus, opaque, pointer, put, reciprocal, rotl, widened
+from optgen.runtime.triton_prelude import get, minus, numbered, opaque, pointer, put, reciprocal, rotl, widened
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def adamw_float32(
             for odd in tl.static_range(2):
                 adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -118,7 +118,7 @@ def adamw_float32(
         if start + TILE <= count:
             adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -127,7 +127,7 @@ def adamw_float32(
                 live = few < count - start
                 adamw_float32_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -233,7 +233,7 @@ def adamw_bfloat16(
                 adamw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_compensation_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -241,7 +241,7 @@ def adamw_bfloat16(
         if start + TILE <= count:
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -251,7 +251,7 @@ def adamw_bfloat16(
                 live = few < count - start
                 adamw_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -354,7 +354,7 @@ def adamw_float16(
                 adamw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_compensation_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -362,7 +362,7 @@ def adamw_float16(
         if start + TILE <= count:
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -372,7 +372,7 @@ def adamw_float16(
                 live = few < count - start
                 adamw_float16_tile(
                     p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -475,7 +475,7 @@ def adamw_float32_amsgrad(
                 adamw_float32_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -483,7 +483,7 @@ def adamw_float32_amsgrad(
         if start + TILE <= count:
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -492,7 +492,7 @@ def adamw_float32_amsgrad(
                 live = few < count - start
                 adamw_float32_amsgrad_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                    few, live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -607,8 +607,8 @@ def adamw_bfloat16_amsgrad(
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_compensation_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -616,7 +616,7 @@ def adamw_bfloat16_amsgrad(
         if start + TILE <= count:
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -626,7 +626,7 @@ def adamw_bfloat16_amsgrad(
                 live = few < count - start
                 adamw_bfloat16_amsgrad_tile(
                     p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                    exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1,
+                    exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1,
                     beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -738,8 +738,8 @@ def adamw_float16_amsgrad(
                 adamw_float16_amsgrad_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_compensation_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1,
-                    beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                    max_exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
+                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -747,7 +747,7 @@ def adamw_float16_amsgrad(
         if start + TILE <= count:
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -757,7 +757,7 @@ def adamw_float16_amsgrad(
                 live = few < count - start
                 adamw_float16_amsgrad_tile(
                     p_ptr + start, g_ptr + start, weight_compensation_ptr + start, exp_avg_ptr + start,
-                    exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1,
+                    exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1,
                     beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )

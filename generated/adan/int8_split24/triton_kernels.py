@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -238,7 +238,7 @@ def adan_float32(
                     exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, prev_grad_ptr + start + odd * TILE,
                     prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -249,7 +249,7 @@ def adan_float32(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
                 exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, beta3, grad_scale,
                 where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                 diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -264,7 +264,7 @@ def adan_float32(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -589,7 +589,7 @@ def adan_bfloat16(
                     exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale,
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -600,7 +600,7 @@ def adan_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                 one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -616,7 +616,7 @@ def adan_bfloat16(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -736,7 +736,7 @@ def adan_bfloat16_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
@@ -746,10 +746,10 @@ def adan_bfloat16_small(
         if start + TILE <= count:
             adan_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
-                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-                scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, numbered(before + start, at), beta1, beta2, beta3,
+                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -757,7 +757,7 @@ def adan_bfloat16_small(
                 live = few < count - start
                 adan_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                     one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
                     scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
@@ -998,7 +998,7 @@ def adan_float16(
                     exp_avg_diff_ptr + start + odd * TILE, exp_avg_diff_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     prev_grad_ptr + start + odd * TILE, prev_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale,
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1009,7 +1009,7 @@ def adan_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                 one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -1025,7 +1025,7 @@ def adan_float16(
                     exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
                     prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
                 )
@@ -1163,7 +1163,7 @@ def adan_float16_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_diff_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, prev_grad_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
@@ -1173,10 +1173,10 @@ def adan_float16_small(
         if start + TILE <= count:
             adan_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
-                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-                scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, numbered(before + start, at), beta1, beta2, beta3,
+                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1184,7 +1184,7 @@ def adan_float16_small(
                 live = few < count - start
                 adan_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
                     one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
                     scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,

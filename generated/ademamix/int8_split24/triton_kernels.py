@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -215,7 +215,7 @@ def ademamix_float32(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_slow_ptr + start + odd * TILE,
                     exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -225,7 +225,7 @@ def ademamix_float32(
             ademamix_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
@@ -239,7 +239,7 @@ def ademamix_float32(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -526,7 +526,7 @@ def ademamix_bfloat16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -537,7 +537,7 @@ def ademamix_bfloat16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                 scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
@@ -551,7 +551,7 @@ def ademamix_bfloat16(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -659,7 +659,7 @@ def ademamix_bfloat16_small(
                 ademamix_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
                 )
@@ -668,7 +668,7 @@ def ademamix_bfloat16_small(
         if start + TILE <= count:
             ademamix_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
             )
@@ -678,7 +678,7 @@ def ademamix_bfloat16_small(
                 live = few < count - start
                 ademamix_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
                 )
@@ -896,7 +896,7 @@ def ademamix_float16(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_slow_ptr + start + odd * TILE, exp_avg_slow_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
@@ -907,7 +907,7 @@ def ademamix_float16(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                 scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
             )
@@ -921,7 +921,7 @@ def ademamix_float16(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
                     exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
                 )
@@ -1047,7 +1047,7 @@ def ademamix_float16_small(
                 ademamix_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_slow_ptr + start + odd * TILE,
-                    exp_avg_sq_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    exp_avg_sq_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
                 )
@@ -1056,7 +1056,7 @@ def ademamix_float16_small(
         if start + TILE <= count:
             ademamix_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
             )
@@ -1066,7 +1066,7 @@ def ademamix_float16_small(
                 live = few < count - start
                 ademamix_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
                 )

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -173,7 +173,7 @@ def adopt_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
@@ -183,7 +183,7 @@ def adopt_float32(
             adopt_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -195,7 +195,7 @@ def adopt_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
@@ -437,9 +437,9 @@ def adopt_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay,
-                    grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
-                    one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, eps, weight_decay, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -447,7 +447,7 @@ def adopt_bfloat16(
             adopt_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -460,7 +460,7 @@ def adopt_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
@@ -561,7 +561,7 @@ def adopt_bfloat16_small(
                 adopt_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -570,7 +570,7 @@ def adopt_bfloat16_small(
         if start + TILE <= count:
             adopt_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                at, numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                 bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
                 decay, step_key, stream_key, False,
             )
@@ -580,7 +580,7 @@ def adopt_bfloat16_small(
                 live = few < count - start
                 adopt_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                    live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                     bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
                     decay, step_key, stream_key, True,
                 )
@@ -758,9 +758,9 @@ def adopt_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay,
-                    grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr,
-                    one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, eps, weight_decay, grad_scale,
+                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -768,7 +768,7 @@ def adopt_float16(
             adopt_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, eps, weight_decay, grad_scale,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                 step_key, stream_key, False,
             )
@@ -781,7 +781,7 @@ def adopt_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
                 )
 
@@ -900,7 +900,7 @@ def adopt_float16_small(
                 adopt_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, eps, weight_decay, grad_scale,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
@@ -909,7 +909,7 @@ def adopt_float16_small(
         if start + TILE <= count:
             adopt_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                at, numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                 bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
                 decay, step_key, stream_key, False,
             )
@@ -919,7 +919,7 @@ def adopt_float16_small(
                 live = few < count - start
                 adopt_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                    live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                     bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
                     decay, step_key, stream_key, True,
                 )
@@ -1070,9 +1070,8 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
-                    minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                    False,
+                    numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
+                    bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -1080,7 +1079,7 @@ def adopt_float32_decoupled_weight_decay(
             adopt_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                numbered(before + start, at), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1092,7 +1091,7 @@ def adopt_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
@@ -1331,7 +1330,7 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, scalar_0,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
@@ -1341,7 +1340,7 @@ def adopt_bfloat16_decoupled_weight_decay(
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, numbered(before + start, at), beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1354,7 +1353,7 @@ def adopt_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
@@ -1455,7 +1454,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, False,
                 )
@@ -1464,7 +1463,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             adopt_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, numbered(before + start, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1474,7 +1473,7 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )
@@ -1652,7 +1651,7 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, scalar_0,
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
@@ -1662,7 +1661,7 @@ def adopt_float16_decoupled_weight_decay(
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, scalar_0,
+                at_block, at, at_block, numbered(before + start, at), beta1, eps, grad_scale, scalar_0,
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                 False,
             )
@@ -1675,7 +1674,7 @@ def adopt_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
                 )
 
@@ -1794,7 +1793,7 @@ def adopt_float16_decoupled_weight_decay_small(
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, False,
                 )
@@ -1803,7 +1802,7 @@ def adopt_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             adopt_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                at, numbered(before + start, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                 stream_key, False,
             )
@@ -1813,7 +1812,7 @@ def adopt_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 adopt_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                    live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, True,
                 )

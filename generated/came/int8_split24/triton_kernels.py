@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
 
 
@@ -4787,9 +4787,9 @@ def came_float32_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_one_max_tensor_div_ptr, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    at, at_block, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4797,7 +4797,7 @@ def came_float32_no_factored_3(
             came_float32_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_over_one_max_tensor_div_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
                 one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                 stream_key, False,
             )
@@ -4810,7 +4810,7 @@ def came_float32_no_factored_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5277,7 +5277,7 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -5287,7 +5287,7 @@ def came_bfloat16_no_factored_3(
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), eps1, beta1,
                 beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
@@ -5300,7 +5300,7 @@ def came_bfloat16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -5496,7 +5496,7 @@ def came_bfloat16_no_factored_small_3(
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    at, at, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
                     one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
                     lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -5505,7 +5505,7 @@ def came_bfloat16_no_factored_small_3(
         if start + TILE <= count:
             came_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, numbered(before + start, at), eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -5516,7 +5516,7 @@ def came_bfloat16_no_factored_small_3(
                 live = few < count - start
                 came_bfloat16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
@@ -5806,7 +5806,7 @@ def came_float16_no_factored_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
@@ -5816,7 +5816,7 @@ def came_float16_no_factored_3(
             came_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps1, beta1,
+                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), eps1, beta1,
                 beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
@@ -5829,7 +5829,7 @@ def came_float16_no_factored_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
@@ -6023,7 +6023,7 @@ def came_float16_no_factored_small_3(
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, one_over_one_max_tensor_div_ptr,
-                    at, at, (before + start + odd * TILE) // 8 * 8 + at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+                    at, at, numbered(before + start + odd * TILE, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
                     one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
                     lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -6032,7 +6032,7 @@ def came_float16_no_factored_small_3(
         if start + TILE <= count:
             came_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, at, at, numbered(before + start, at), eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
@@ -6043,7 +6043,7 @@ def came_float16_no_factored_small_3(
                 live = few < count - start
                 came_float16_no_factored_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, eps1, beta1, beta2,
+                    one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
                     grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,

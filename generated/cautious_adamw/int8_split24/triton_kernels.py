@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, sign, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, sign, term, widened,
 )
 
 
@@ -335,7 +335,7 @@ def cautious_adamw_float32_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -344,7 +344,7 @@ def cautious_adamw_float32_3(
             cautious_adamw_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -356,7 +356,7 @@ def cautious_adamw_float32_3(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -830,7 +830,7 @@ def cautious_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -840,7 +840,7 @@ def cautious_adamw_bfloat16_3(
             cautious_adamw_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -853,7 +853,7 @@ def cautious_adamw_bfloat16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1041,7 +1041,7 @@ def cautious_adamw_bfloat16_small_3(
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1049,7 +1049,7 @@ def cautious_adamw_bfloat16_small_3(
         if start + TILE <= count:
             cautious_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at, numbered(before + start, at), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1059,7 +1059,7 @@ def cautious_adamw_bfloat16_small_3(
                 live = few < count - start
                 cautious_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
+                    tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )
@@ -1368,7 +1368,7 @@ def cautious_adamw_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    tensor_div_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    tensor_div_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -1378,7 +1378,7 @@ def cautious_adamw_float16_3(
             cautious_adamw_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1391,7 +1391,7 @@ def cautious_adamw_float16_3(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1580,7 +1580,7 @@ def cautious_adamw_float16_small_3(
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1588,7 +1588,7 @@ def cautious_adamw_float16_small_3(
         if start + TILE <= count:
             cautious_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                tensor_div_ptr, at, at, numbered(before + start, at), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1598,7 +1598,7 @@ def cautious_adamw_float16_small_3(
                 live = few < count - start
                 cautious_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
+                    tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, True,
                 )

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    rounded, sign, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
+    rotl, rounded, sign, term, widened,
 )
 
 
@@ -273,7 +273,7 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -281,7 +281,7 @@ def cautious_lion_float32_3(
         if start + TILE <= count:
             cautious_lion_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                 step_key, stream_key, False,
             )
@@ -293,7 +293,7 @@ def cautious_lion_float32_3(
                 cautious_lion_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -705,7 +705,7 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -715,7 +715,7 @@ def cautious_lion_bfloat16_3(
             cautious_lion_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -726,7 +726,7 @@ def cautious_lion_bfloat16_3(
                 cautious_lion_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -890,7 +890,7 @@ def cautious_lion_bfloat16_small_3(
             for odd in tl.static_range(2):
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
                     beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
@@ -899,7 +899,7 @@ def cautious_lion_bfloat16_small_3(
         if start + TILE <= count:
             cautious_lion_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -908,7 +908,7 @@ def cautious_lion_bfloat16_small_3(
                 live = few < count - start
                 cautious_lion_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1159,7 +1159,7 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, tensor_div_ptr,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -1169,7 +1169,7 @@ def cautious_lion_float16_3(
             cautious_lion_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1180,7 +1180,7 @@ def cautious_lion_float16_3(
                 cautious_lion_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1362,7 +1362,7 @@ def cautious_lion_float16_small_3(
             for odd in tl.static_range(2):
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    exp_avg_ptr + start + odd * TILE, tensor_div_ptr, at, at, numbered(before + start + odd * TILE, at),
                     beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
@@ -1371,7 +1371,7 @@ def cautious_lion_float16_small_3(
         if start + TILE <= count:
             cautious_lion_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1380,7 +1380,7 @@ def cautious_lion_float16_small_3(
                 live = few < count - start
                 cautious_lion_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
                 )
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -291,7 +291,7 @@ def clipped_adamw_float32_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -300,7 +300,7 @@ def clipped_adamw_float32_4(
             clipped_adamw_float32_4_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -312,7 +312,7 @@ def clipped_adamw_float32_4(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -717,7 +717,7 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -727,7 +727,7 @@ def clipped_adamw_bfloat16_4(
             clipped_adamw_bfloat16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                model_min_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -740,7 +740,7 @@ def clipped_adamw_bfloat16_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -919,7 +919,7 @@ def clipped_adamw_bfloat16_small_4(
                 clipped_adamw_bfloat16_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -928,7 +928,7 @@ def clipped_adamw_bfloat16_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -938,7 +938,7 @@ def clipped_adamw_bfloat16_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    model_min_ptr, few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1177,7 +1177,7 @@ def clipped_adamw_float16_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -1187,7 +1187,7 @@ def clipped_adamw_float16_4(
             clipped_adamw_float16_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                model_min_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                model_min_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1200,7 +1200,7 @@ def clipped_adamw_float16_4(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1365,7 +1365,7 @@ def clipped_adamw_float16_small_4(
                 clipped_adamw_float16_small_4_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1374,7 +1374,7 @@ def clipped_adamw_float16_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                model_min_ptr, at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1384,7 +1384,7 @@ def clipped_adamw_float16_small_4(
                 live = few < count - start
                 clipped_adamw_float16_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    model_min_ptr, few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1651,7 +1651,7 @@ def clipped_adamw_float32_amsgrad_4(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1661,7 +1661,7 @@ def clipped_adamw_float32_amsgrad_4(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1674,7 +1674,7 @@ def clipped_adamw_float32_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2083,7 +2083,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -2094,7 +2094,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2107,7 +2107,7 @@ def clipped_adamw_bfloat16_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2261,7 +2261,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2270,7 +2270,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_bfloat16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2280,7 +2280,7 @@ def clipped_adamw_bfloat16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_bfloat16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2542,7 +2542,7 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    model_min_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    model_min_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -2553,7 +2553,7 @@ def clipped_adamw_float16_amsgrad_4(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, model_min_ptr, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2566,7 +2566,7 @@ def clipped_adamw_float16_amsgrad_4(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, model_min_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2738,7 +2738,7 @@ def clipped_adamw_float16_amsgrad_small_4(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, model_min_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2747,7 +2747,7 @@ def clipped_adamw_float16_amsgrad_small_4(
         if start + TILE <= count:
             clipped_adamw_float16_amsgrad_small_4_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                max_exp_avg_sq_ptr + start, model_min_ptr, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2757,7 +2757,7 @@ def clipped_adamw_float16_amsgrad_small_4(
                 live = few < count - start
                 clipped_adamw_float16_amsgrad_small_4_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, model_min_ptr, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, step_key, stream_key, True,
                 )

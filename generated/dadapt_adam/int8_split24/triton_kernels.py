@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -282,7 +282,7 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -294,7 +294,7 @@ def dadapt_adam_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -310,7 +310,7 @@ def dadapt_adam_float32_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -819,7 +819,7 @@ def dadapt_adam_bfloat16_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -832,7 +832,7 @@ def dadapt_adam_bfloat16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                numbered(before + start, at), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
                 False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -848,7 +848,7 @@ def dadapt_adam_bfloat16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -1038,7 +1038,7 @@ def dadapt_adam_bfloat16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1049,7 +1049,7 @@ def dadapt_adam_bfloat16_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1061,8 +1061,8 @@ def dadapt_adam_bfloat16_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
-                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), beta1, beta2, eps, grad_scale,
+                    scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1334,7 +1334,7 @@ def dadapt_adam_float16_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -1347,7 +1347,7 @@ def dadapt_adam_float16_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                numbered(before + start, at), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
                 False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -1363,7 +1363,7 @@ def dadapt_adam_float16_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -1505,7 +1505,7 @@ def dadapt_adam_float16_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     grad_scale, scalar_0, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1516,7 +1516,7 @@ def dadapt_adam_float16_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 scalar_0, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1528,8 +1528,8 @@ def dadapt_adam_float16_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
-                    grad_scale, scalar_0, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), beta1, beta2, eps, grad_scale,
+                    scalar_0, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -1786,7 +1786,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -1798,7 +1798,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -1814,7 +1814,7 @@ def dadapt_adam_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -2263,7 +2263,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -2276,7 +2276,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                numbered(before + start, at), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
                 False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -2292,7 +2292,7 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -2463,7 +2463,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2474,7 +2474,7 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2486,8 +2486,8 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
-                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), beta1, beta2, eps, grad_scale,
+                    scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
@@ -2740,7 +2740,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -2753,7 +2753,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, one_minus_sqrt_beta2_times_rate_ptr,
                 one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                numbered(before + start, at), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
                 False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -2769,7 +2769,7 @@ def dadapt_adam_float16_use_bias_correction_2(
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_minus_sqrt_beta2_times_rate_ptr,
                     one_minus_rate_times_weight_decay_ptr, one_minus_beta1_times_rate_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
+                    numbered(before + start, few), beta1, beta2, eps, grad_scale, scalar_0_2, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -2911,7 +2911,7 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE,
                     one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    one_minus_beta1_times_rate_ptr, at, at, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2922,7 +2922,7 @@ def dadapt_adam_float16_use_bias_correction_small_2(
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_minus_beta1_times_rate_ptr, at, at, (before + start) // 8 * 8 + at, beta1, beta2, eps, grad_scale,
+                one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), beta1, beta2, eps, grad_scale,
                 scalar_0_2, beta3, step_key, stream_key, False,
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2934,8 +2934,8 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     s_ptr + start, one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_minus_beta1_times_rate_ptr, few, live, (before + start) // 8 * 8 + few, beta1, beta2, eps,
-                    grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
+                    one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), beta1, beta2, eps, grad_scale,
+                    scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
                 tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, byte, get, joined, minus, opaque, pointer, put, rotl, term, widened,
+    apart, byte, get, joined, minus, numbered, opaque, pointer, put, rotl, term, widened,
 )
 
 
@@ -363,15 +363,15 @@ def fromage_bfloat16_3(
             for odd in tl.static_range(2):
                 fromage_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    lr_times_ratio_ptr, shrink_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
-                    step_key, stream_key, False,
+                    lr_times_ratio_ptr, shrink_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             fromage_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -379,7 +379,7 @@ def fromage_bfloat16_3(
                 live = few < count - start
                 fromage_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, step_key, stream_key, True,
+                    numbered(before + start, few), grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -557,15 +557,15 @@ def fromage_float16_3(
             for odd in tl.static_range(2):
                 fromage_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    lr_times_ratio_ptr, shrink_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, grad_scale,
-                    step_key, stream_key, False,
+                    lr_times_ratio_ptr, shrink_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             fromage_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -573,7 +573,7 @@ def fromage_float16_3(
                 live = few < count - start
                 fromage_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, lr_times_ratio_ptr, shrink_ptr, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, step_key, stream_key, True,
+                    numbered(before + start, few), grad_scale, step_key, stream_key, True,
                 )
 
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -183,8 +183,8 @@ def lamb_float32_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale,
+                    scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
@@ -194,7 +194,7 @@ def lamb_float32_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                numbered(before + start, at), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -208,7 +208,7 @@ def lamb_float32_1(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -715,7 +715,7 @@ def lamb_bfloat16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -726,7 +726,7 @@ def lamb_bfloat16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -740,7 +740,7 @@ def lamb_bfloat16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -887,7 +887,7 @@ def lamb_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -896,7 +896,7 @@ def lamb_bfloat16_3(
             lamb_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, numbered(before + start, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -907,8 +907,7 @@ def lamb_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    True,
+                    live_block, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1108,15 +1107,14 @@ def lamb_bfloat16_small_3(
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_bfloat16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
+                at, at, numbered(before + start, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1124,7 +1122,7 @@ def lamb_bfloat16_small_3(
                 live = few < count - start
                 lamb_bfloat16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
+                    few, live, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1296,7 +1294,7 @@ def lamb_float16_1(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -1307,7 +1305,7 @@ def lamb_float16_1(
             tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
@@ -1321,7 +1319,7 @@ def lamb_float16_1(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
+                    numbered(before + start, few), beta1, beta2, weight_decay, one_minus_beta1_times_grad_scale, scalar_1,
                     scalar_2, scalar_3, step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
@@ -1466,7 +1464,7 @@ def lamb_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1475,7 +1473,7 @@ def lamb_float16_3(
             lamb_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, lr_times_trust_ptr, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
+                at_block, numbered(before + start, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1486,8 +1484,7 @@ def lamb_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, lr_times_trust_ptr, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    True,
+                    live_block, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 
@@ -1692,15 +1689,14 @@ def lamb_float16_small_3(
                 lamb_float16_small_3_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, lr_times_trust_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key,
-                    False,
+                    numbered(before + start + odd * TILE, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             lamb_float16_small_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                at, at, (before + start) // 8 * 8 + at, weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
+                at, at, numbered(before + start, at), weight_decay, scalar_2, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1708,7 +1704,7 @@ def lamb_float16_small_3(
                 live = few < count - start
                 lamb_float16_small_3_tile(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr,
-                    few, live, (before + start) // 8 * 8 + few, weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
+                    few, live, numbered(before + start, few), weight_decay, scalar_2, scalar_3, step_key, stream_key, True,
                 )
 
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, opaque, pointer, put,
-    reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, numbered, opaque,
+    pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -171,9 +171,9 @@ def laprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    scalar_2, minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key,
+                    False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -181,7 +181,7 @@ def laprop_float32(
             laprop_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                numbered(before + start, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
                 minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -193,7 +193,7 @@ def laprop_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    numbered(before + start, few), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
                     minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -432,7 +432,7 @@ def laprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -442,7 +442,7 @@ def laprop_bfloat16(
             laprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -455,7 +455,7 @@ def laprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    numbered(before + start, few), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
                     minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -555,17 +555,17 @@ def laprop_bfloat16_small(
                 laprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             laprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                at, numbered(before + start, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -574,7 +574,7 @@ def laprop_bfloat16_small(
                 live = few < count - start
                 laprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    live, numbered(before + start, few), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
                     scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )
@@ -752,7 +752,7 @@ def laprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, scalar_0,
                     eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -762,7 +762,7 @@ def laprop_float16(
             laprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, scalar_0,
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, minus_lr_over_one_minus_beta1_pow_t,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -775,7 +775,7 @@ def laprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                    numbered(before + start, few), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
                     minus_lr_over_one_minus_beta1_pow_t, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -893,17 +893,17 @@ def laprop_float16_small(
                 laprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, scalar_0,
-                    eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                    one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             laprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
-                scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
+                at, numbered(before + start, at), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -912,7 +912,7 @@ def laprop_float16_small(
                 live = few < count - start
                 laprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
+                    live, numbered(before + start, few), beta1, beta2, scalar_0, eps_times_sqrt_one_minus_beta2_pow_t,
                     scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, one_minus_lr_times_weight_decay, step_key,
                     stream_key, True,
                 )

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    term, widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, term, widened,
 )
 
 
@@ -238,7 +238,7 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, lr_times_local_lr_ptr, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key,
+                    at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -246,8 +246,8 @@ def lars_float32_3(
         if start + TILE <= count:
             lars_float32_3_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
-                weight_decay, grad_scale, step_key, stream_key, False,
+                lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start, at), momentum, weight_decay,
+                grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -257,7 +257,7 @@ def lars_float32_3(
                 lars_float32_3_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -606,7 +606,7 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     weight_decay, grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -615,7 +615,7 @@ def lars_bfloat16_3(
             lars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -625,7 +625,7 @@ def lars_bfloat16_3(
                 lars_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -771,7 +771,7 @@ def lars_bfloat16_small_3(
                 lars_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -779,7 +779,7 @@ def lars_bfloat16_small_3(
         if start + TILE <= count:
             lars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                at, at, numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -787,8 +787,7 @@ def lars_bfloat16_small_3(
                 live = few < count - start
                 lars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key, stream_key,
-                    True,
+                    few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
                 )
 
 
@@ -1001,7 +1000,7 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    lr_times_local_lr_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     weight_decay, grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1010,7 +1009,7 @@ def lars_float16_3(
             lars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1020,7 +1019,7 @@ def lars_float16_3(
                 lars_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1184,7 +1183,7 @@ def lars_float16_small_3(
                 lars_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, lr_times_local_lr_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1192,7 +1191,7 @@ def lars_float16_small_3(
         if start + TILE <= count:
             lars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                at, at, numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1200,8 +1199,7 @@ def lars_float16_small_3(
                 live = few < count - start
                 lars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, step_key, stream_key,
-                    True,
+                    few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
                 )
 
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    sign, widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, sign, widened,
 )
 
 
@@ -132,7 +132,7 @@ def lion_float32(
                 lion_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -141,7 +141,7 @@ def lion_float32(
         if start + TILE <= count:
             lion_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -153,7 +153,7 @@ def lion_float32(
                 lion_float32_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -347,7 +347,7 @@ def lion_bfloat16(
                 lion_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -356,7 +356,7 @@ def lion_bfloat16(
         if start + TILE <= count:
             lion_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
@@ -368,7 +368,7 @@ def lion_bfloat16(
                 lion_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -460,7 +460,7 @@ def lion_bfloat16_small(
             for odd in tl.static_range(2):
                 lion_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -469,7 +469,7 @@ def lion_bfloat16_small(
         if start + TILE <= count:
             lion_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -479,7 +479,7 @@ def lion_bfloat16_small(
                 live = few < count - start
                 lion_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -620,7 +620,7 @@ def lion_float16(
                 lion_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -629,7 +629,7 @@ def lion_float16(
         if start + TILE <= count:
             lion_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
@@ -641,7 +641,7 @@ def lion_float16(
                 lion_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -751,7 +751,7 @@ def lion_float16_small(
             for odd in tl.static_range(2):
                 lion_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
@@ -760,7 +760,7 @@ def lion_float16_small(
         if start + TILE <= count:
             lion_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                 False,
             )
@@ -770,7 +770,7 @@ def lion_float16_small(
                 live = few < count - start
                 lion_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -183,7 +183,7 @@ def lookahead_adamw_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -192,7 +192,7 @@ def lookahead_adamw_float32(
             lookahead_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -204,7 +204,7 @@ def lookahead_adamw_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -455,7 +455,7 @@ def lookahead_adamw_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -465,7 +465,7 @@ def lookahead_adamw_bfloat16(
             lookahead_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -478,7 +478,7 @@ def lookahead_adamw_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -582,7 +582,7 @@ def lookahead_adamw_bfloat16_small(
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    at, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -591,7 +591,7 @@ def lookahead_adamw_bfloat16_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -601,7 +601,7 @@ def lookahead_adamw_bfloat16_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -787,7 +787,7 @@ def lookahead_adamw_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -797,7 +797,7 @@ def lookahead_adamw_float16(
             lookahead_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2,
+                slow_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -810,7 +810,7 @@ def lookahead_adamw_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -932,7 +932,7 @@ def lookahead_adamw_float16_small(
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    at, numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -941,7 +941,7 @@ def lookahead_adamw_float16_small(
         if start + TILE <= count:
             lookahead_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -951,7 +951,7 @@ def lookahead_adamw_float16_small(
                 live = few < count - start
                 lookahead_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1111,7 +1111,7 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -1121,7 +1121,7 @@ def lookahead_adamw_float32_sync(
             lookahead_adamw_float32_sync_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1133,7 +1133,7 @@ def lookahead_adamw_float32_sync(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1386,7 +1386,7 @@ def lookahead_adamw_bfloat16_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -1396,7 +1396,7 @@ def lookahead_adamw_bfloat16_sync(
             lookahead_adamw_bfloat16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                slow_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1409,7 +1409,7 @@ def lookahead_adamw_bfloat16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1514,7 +1514,7 @@ def lookahead_adamw_bfloat16_sync_small(
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    at, numbered(before + start + odd * TILE, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1523,7 +1523,7 @@ def lookahead_adamw_bfloat16_sync_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1533,7 +1533,7 @@ def lookahead_adamw_bfloat16_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1720,7 +1720,7 @@ def lookahead_adamw_float16_sync(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -1730,7 +1730,7 @@ def lookahead_adamw_float16_sync(
             lookahead_adamw_float16_sync_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                slow_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                slow_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                 step_key, stream_key, False,
             )
@@ -1743,7 +1743,7 @@ def lookahead_adamw_float16_sync(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -1866,7 +1866,7 @@ def lookahead_adamw_float16_sync_small(
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at,
-                    at, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    at, numbered(before + start + odd * TILE, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1875,7 +1875,7 @@ def lookahead_adamw_float16_sync_small(
         if start + TILE <= count:
             lookahead_adamw_float16_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2, alpha,
+                slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, alpha,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1885,7 +1885,7 @@ def lookahead_adamw_float16_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2, alpha,
+                    slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2077,7 +2077,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -2088,7 +2088,7 @@ def lookahead_adamw_float32_amsgrad(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2101,7 +2101,7 @@ def lookahead_adamw_float32_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2394,7 +2394,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -2405,7 +2405,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2418,7 +2418,7 @@ def lookahead_adamw_bfloat16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2529,7 +2529,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2538,7 +2538,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2548,7 +2548,7 @@ def lookahead_adamw_bfloat16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -2767,7 +2767,7 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
@@ -2778,7 +2778,7 @@ def lookahead_adamw_float16_amsgrad(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2791,7 +2791,7 @@ def lookahead_adamw_float16_amsgrad(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -2920,7 +2920,7 @@ def lookahead_adamw_float16_amsgrad_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -2929,7 +2929,7 @@ def lookahead_adamw_float16_amsgrad_small(
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -2939,7 +2939,7 @@ def lookahead_adamw_float16_amsgrad_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -3132,7 +3132,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, max_exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, slow_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, alpha,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
@@ -3143,7 +3143,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
                 max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3156,7 +3156,7 @@ def lookahead_adamw_float32_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -3451,7 +3451,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -3462,7 +3462,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3475,7 +3475,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -3587,7 +3587,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -3596,8 +3596,8 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
         if start + TILE <= count:
             lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3606,7 +3606,7 @@ def lookahead_adamw_bfloat16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_bfloat16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -3826,7 +3826,7 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     max_exp_avg_sq_ptr + start + odd * TILE, max_exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    slow_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     beta1, beta2, alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     scalar_3, scalar_4, step_key, stream_key, False,
                 )
@@ -3837,7 +3837,7 @@ def lookahead_adamw_float16_amsgrad_sync(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 max_exp_avg_sq_ptr + start, max_exp_avg_sq_range_ptr + tile * BLOCKS, slow_ptr + start, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3850,7 +3850,7 @@ def lookahead_adamw_float16_amsgrad_sync(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
                     max_exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, slow_ptr + start, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    live_block, numbered(before + start, few), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
                 )
 
@@ -3980,7 +3980,7 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     max_exp_avg_sq_ptr + start + odd * TILE, slow_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, alpha, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, alpha, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                     scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -3989,8 +3989,8 @@ def lookahead_adamw_float16_amsgrad_sync_small(
         if start + TILE <= count:
             lookahead_adamw_float16_amsgrad_sync_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, (before + start) // 8 * 8 + at, beta1, beta2,
-                alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+                max_exp_avg_sq_ptr + start, slow_ptr + start, at, at, numbered(before + start, at), beta1, beta2, alpha,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3999,7 +3999,7 @@ def lookahead_adamw_float16_amsgrad_sync_small(
                 live = few < count - start
                 lookahead_adamw_float16_amsgrad_sync_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, (before + start) // 8 * 8 + few, beta1, beta2,
+                    max_exp_avg_sq_ptr + start, slow_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                     alpha, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
                 )

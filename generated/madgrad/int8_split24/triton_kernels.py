@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -174,7 +174,7 @@ def madgrad_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -182,7 +182,7 @@ def madgrad_float32(
         if start + TILE <= count:
             madgrad_float32_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -194,7 +194,7 @@ def madgrad_float32(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -435,7 +435,7 @@ def madgrad_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -444,7 +444,7 @@ def madgrad_bfloat16(
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                 False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -456,7 +456,7 @@ def madgrad_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -557,7 +557,7 @@ def madgrad_bfloat16_small(
                 madgrad_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -565,7 +565,7 @@ def madgrad_bfloat16_small(
         if start + TILE <= count:
             madgrad_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -573,7 +573,7 @@ def madgrad_bfloat16_small(
                 live = few < count - start
                 madgrad_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -751,7 +751,7 @@ def madgrad_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -760,7 +760,7 @@ def madgrad_float16(
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                 False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -772,7 +772,7 @@ def madgrad_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -891,7 +891,7 @@ def madgrad_float16_small(
                 madgrad_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -899,7 +899,7 @@ def madgrad_float16_small(
         if start + TILE <= count:
             madgrad_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -907,7 +907,7 @@ def madgrad_float16_small(
                 live = few < count - start
                 madgrad_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
                 )
 
 
@@ -1061,7 +1061,7 @@ def madgrad_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                     grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, x0_ptr + start + odd * TILE, at, at_block, at,
-                    at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
+                    at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1070,7 +1070,7 @@ def madgrad_float32_has_momentum(
             madgrad_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
                 s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                numbered(before + start, at), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1082,7 +1082,7 @@ def madgrad_float32_has_momentum(
                     p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                     stream_key, True,
                 )
 
@@ -1327,7 +1327,7 @@ def madgrad_bfloat16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1336,7 +1336,7 @@ def madgrad_bfloat16_has_momentum(
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1348,7 +1348,7 @@ def madgrad_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                     stream_key, True,
                 )
 
@@ -1450,7 +1450,7 @@ def madgrad_bfloat16_has_momentum_small(
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1458,7 +1458,7 @@ def madgrad_bfloat16_has_momentum_small(
         if start + TILE <= count:
             madgrad_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1467,7 +1467,7 @@ def madgrad_bfloat16_has_momentum_small(
                 live = few < count - start
                 madgrad_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight,
+                    x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, True,
                 )
 
@@ -1648,7 +1648,7 @@ def madgrad_float16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, grad_sum_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1657,7 +1657,7 @@ def madgrad_float16_has_momentum(
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                 grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
+                at_block, at, at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1669,7 +1669,7 @@ def madgrad_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
                     grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
                     stream_key, True,
                 )
 
@@ -1789,7 +1789,7 @@ def madgrad_float16_has_momentum_small(
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     grad_sum_sq_ptr + start + odd * TILE, s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, eps, grad_scale, weight, one_minus_momentum,
+                    numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1797,7 +1797,7 @@ def madgrad_float16_has_momentum_small(
         if start + TILE <= count:
             madgrad_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, (before + start) // 8 * 8 + at, weight_decay, eps, grad_scale, weight,
+                x0_ptr + start, at, at, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1806,7 +1806,7 @@ def madgrad_float16_has_momentum_small(
                 live = few < count - start
                 madgrad_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, (before + start) // 8 * 8 + few, weight_decay, eps, grad_scale, weight,
+                    x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, True,
                 )
 

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -346,7 +346,7 @@ def mars_float32_3(
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, last_grad_ptr + start + odd * TILE,
                     last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -357,7 +357,7 @@ def mars_float32_3(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, last_grad_ptr + start,
                 last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                at_block, numbered(before + start, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -371,7 +371,7 @@ def mars_float32_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
+                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -868,7 +868,7 @@ def mars_bfloat16_3(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -879,7 +879,7 @@ def mars_bfloat16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -893,7 +893,7 @@ def mars_bfloat16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
+                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1095,7 +1095,7 @@ def mars_bfloat16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
@@ -1105,7 +1105,7 @@ def mars_bfloat16_small_3(
         if start + TILE <= count:
             mars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, (before + start) // 8 * 8 + at,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, numbered(before + start, at),
                 beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key, stream_key, False,
@@ -1117,7 +1117,7 @@ def mars_bfloat16_small_3(
                 mars_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,
@@ -1435,7 +1435,7 @@ def mars_float16_3(
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     last_grad_ptr + start + odd * TILE, last_grad_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -1446,7 +1446,7 @@ def mars_float16_3(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
                 last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale,
+                at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -1460,7 +1460,7 @@ def mars_float16_3(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
                     last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale,
+                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
                 )
@@ -1664,7 +1664,7 @@ def mars_float16_small_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     last_grad_ptr + start + odd * TILE, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
@@ -1674,7 +1674,7 @@ def mars_float16_small_3(
         if start + TILE <= count:
             mars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, (before + start) // 8 * 8 + at,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, numbered(before + start, at),
                 beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
                 one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key, stream_key, False,
@@ -1686,7 +1686,7 @@ def mars_float16_small_3(
                 mars_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                     last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                    numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, True,

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -157,7 +157,7 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -165,7 +165,7 @@ def muon_float32_2(
         if start + TILE <= count:
             muon_float32_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -176,8 +176,8 @@ def muon_float32_2(
                 muon_float32_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -488,7 +488,7 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -496,7 +496,7 @@ def muon_bfloat16_2(
         if start + TILE <= count:
             muon_bfloat16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -507,8 +507,8 @@ def muon_bfloat16_2(
                 muon_bfloat16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -590,7 +590,7 @@ def muon_bfloat16_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -598,7 +598,7 @@ def muon_bfloat16_4(
         if start + TILE <= count:
             muon_bfloat16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -606,7 +606,7 @@ def muon_bfloat16_4(
                 live = few < count - start
                 muon_bfloat16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -756,7 +756,7 @@ def muon_bfloat16_small_4(
             for odd in tl.static_range(2):
                 muon_bfloat16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -764,7 +764,7 @@ def muon_bfloat16_small_4(
         if start + TILE <= count:
             muon_bfloat16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -772,7 +772,7 @@ def muon_bfloat16_small_4(
                 live = few < count - start
                 muon_bfloat16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -879,7 +879,7 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -887,7 +887,7 @@ def muon_float16_2(
         if start + TILE <= count:
             muon_float16_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -898,8 +898,8 @@ def muon_float16_2(
                 muon_float16_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -999,7 +999,7 @@ def muon_float16_4(
             for odd in tl.static_range(2):
                 muon_float16_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1007,7 +1007,7 @@ def muon_float16_4(
         if start + TILE <= count:
             muon_float16_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1015,7 +1015,7 @@ def muon_float16_4(
                 live = few < count - start
                 muon_float16_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1183,7 +1183,7 @@ def muon_float16_small_4(
             for odd in tl.static_range(2):
                 muon_float16_small_4_tile(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, lr_times_scale_ptr,
-                    direction_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1191,7 +1191,7 @@ def muon_float16_small_4(
         if start + TILE <= count:
             muon_float16_small_4_tile(
                 p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1199,7 +1199,7 @@ def muon_float16_small_4(
                 live = few < count - start
                 muon_float16_small_4_tile(
                     p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, one_minus_lr_times_weight_decay, step_key, stream_key, True,
+                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
 
@@ -1348,7 +1348,7 @@ def muon_float32_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1358,7 +1358,7 @@ def muon_float32_no_matrix(
             muon_float32_no_matrix_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                numbered(before + start, at), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1370,7 +1370,7 @@ def muon_float32_no_matrix(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -1608,7 +1608,7 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1618,7 +1618,7 @@ def muon_bfloat16_no_matrix(
             muon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1631,7 +1631,7 @@ def muon_bfloat16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -1729,7 +1729,7 @@ def muon_bfloat16_no_matrix_small(
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -1738,7 +1738,7 @@ def muon_bfloat16_no_matrix_small(
         if start + TILE <= count:
             muon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -1748,8 +1748,8 @@ def muon_bfloat16_no_matrix_small(
                 live = few < count - start
                 muon_bfloat16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
+                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -1926,7 +1926,7 @@ def muon_float16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1936,7 +1936,7 @@ def muon_float16_no_matrix(
             muon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1949,7 +1949,7 @@ def muon_float16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -2065,7 +2065,7 @@ def muon_float16_no_matrix_small(
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -2074,7 +2074,7 @@ def muon_float16_no_matrix_small(
         if start + TILE <= count:
             muon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -2084,8 +2084,8 @@ def muon_float16_no_matrix_small(
                 live = few < count - start
                 muon_float16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
+                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -2257,7 +2257,7 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2265,7 +2265,7 @@ def muon_float32_no_nesterov_2(
         if start + TILE <= count:
             muon_float32_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2276,8 +2276,8 @@ def muon_float32_no_nesterov_2(
                 muon_float32_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2445,7 +2445,7 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2453,7 +2453,7 @@ def muon_bfloat16_no_nesterov_2(
         if start + TILE <= count:
             muon_bfloat16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2464,8 +2464,8 @@ def muon_bfloat16_no_nesterov_2(
                 muon_bfloat16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2633,7 +2633,7 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2641,7 +2641,7 @@ def muon_float16_no_nesterov_2(
         if start + TILE <= count:
             muon_float16_no_nesterov_2_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2652,8 +2652,8 @@ def muon_float16_no_nesterov_2(
                 muon_float16_no_nesterov_2_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
-                    step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
+                    stream_key, True,
                 )
 
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -177,7 +177,7 @@ def nadam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -186,7 +186,7 @@ def nadam_float32(
             nadam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
                 grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -198,8 +198,8 @@ def nadam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -437,7 +437,7 @@ def nadam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
                     False,
                 )
@@ -447,7 +447,7 @@ def nadam_bfloat16(
             nadam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -459,8 +459,8 @@ def nadam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -556,7 +556,7 @@ def nadam_bfloat16_small(
                 nadam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -564,7 +564,7 @@ def nadam_bfloat16_small(
         if start + TILE <= count:
             nadam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -573,7 +573,7 @@ def nadam_bfloat16_small(
                 live = few < count - start
                 nadam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -753,7 +753,7 @@ def nadam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key,
                     False,
                 )
@@ -763,7 +763,7 @@ def nadam_float16(
             nadam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -775,8 +775,8 @@ def nadam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1, one_minus_beta2,
+                    grad_lr, avg_lr, scalar_4, scalar_5, step_key, stream_key, True,
                 )
 
 
@@ -890,7 +890,7 @@ def nadam_float16_small(
                 nadam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -898,7 +898,7 @@ def nadam_float16_small(
         if start + TILE <= count:
             nadam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -907,7 +907,7 @@ def nadam_float16_small(
                 live = few < count - start
                 nadam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, scalar_2, scalar_3, grad_lr, scalar_5, scalar_6, step_key, stream_key, True,
                 )
 
@@ -1060,7 +1060,7 @@ def nadam_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     False,
                 )
@@ -1070,7 +1070,7 @@ def nadam_float32_decoupled_weight_decay(
             nadam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                 False,
             )
@@ -1083,7 +1083,7 @@ def nadam_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1327,7 +1327,7 @@ def nadam_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
                     scalar_6, step_key, stream_key, False,
                 )
@@ -1337,7 +1337,7 @@ def nadam_bfloat16_decoupled_weight_decay(
             nadam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                 False,
             )
@@ -1350,7 +1350,7 @@ def nadam_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1450,7 +1450,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
                 nadam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, False,
                 )
@@ -1459,7 +1459,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             nadam_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                 stream_key, False,
             )
@@ -1469,7 +1469,7 @@ def nadam_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 nadam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, True,
                 )
@@ -1652,7 +1652,7 @@ def nadam_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5,
                     scalar_6, step_key, stream_key, False,
                 )
@@ -1662,7 +1662,7 @@ def nadam_float16_decoupled_weight_decay(
             nadam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                 False,
             )
@@ -1675,7 +1675,7 @@ def nadam_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, avg_lr, scalar_5, scalar_6, step_key, stream_key,
                     True,
                 )
@@ -1793,7 +1793,7 @@ def nadam_float16_decoupled_weight_decay_small(
                 nadam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, False,
                 )
@@ -1802,7 +1802,7 @@ def nadam_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             nadam_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                 stream_key, False,
             )
@@ -1812,7 +1812,7 @@ def nadam_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 nadam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, scalar_5, scalar_6, scalar_7, step_key,
                     stream_key, True,
                 )

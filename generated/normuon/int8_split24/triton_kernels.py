@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
 
 
@@ -125,7 +125,7 @@ def normuon_float32_1(
                 normuon_float32_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -133,7 +133,7 @@ def normuon_float32_1(
         if start + TILE <= count:
             normuon_float32_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -144,7 +144,7 @@ def normuon_float32_1(
                 normuon_float32_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1188,7 +1188,7 @@ def normuon_bfloat16_1(
                 normuon_bfloat16_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1196,7 +1196,7 @@ def normuon_bfloat16_1(
         if start + TILE <= count:
             normuon_bfloat16_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1207,7 +1207,7 @@ def normuon_bfloat16_1(
                 normuon_bfloat16_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1951,7 +1951,7 @@ def normuon_float16_1(
                 normuon_float16_1_tile(
                     g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, direction_ptr + start + odd * TILE, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1959,7 +1959,7 @@ def normuon_float16_1(
         if start + TILE <= count:
             normuon_float16_1_tile(
                 g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta1,
+                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
                 one_minus_beta1_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1970,7 +1970,7 @@ def normuon_float16_1(
                 normuon_float16_1_tile(
                     g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale, step_key,
+                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -2538,7 +2538,7 @@ def normuon_float32_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -2548,7 +2548,7 @@ def normuon_float32_no_matrix(
             normuon_float32_no_matrix_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                numbered(before + start, at), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                 scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2560,7 +2560,7 @@ def normuon_float32_no_matrix(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -2798,7 +2798,7 @@ def normuon_bfloat16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -2808,7 +2808,7 @@ def normuon_bfloat16_no_matrix(
             normuon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -2821,7 +2821,7 @@ def normuon_bfloat16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -2919,7 +2919,7 @@ def normuon_bfloat16_no_matrix_small(
                 normuon_bfloat16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -2928,7 +2928,7 @@ def normuon_bfloat16_no_matrix_small(
         if start + TILE <= count:
             normuon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -2938,8 +2938,8 @@ def normuon_bfloat16_no_matrix_small(
                 live = few < count - start
                 normuon_bfloat16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
+                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -3116,7 +3116,7 @@ def normuon_float16_no_matrix(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1,
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -3126,7 +3126,7 @@ def normuon_float16_no_matrix(
             normuon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1,
+                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
                 one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                 one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -3139,7 +3139,7 @@ def normuon_float16_no_matrix(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
                     scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -3255,7 +3255,7 @@ def normuon_float16_no_matrix_small(
                 normuon_float16_no_matrix_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
+                    numbered(before + start + odd * TILE, at), adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2,
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3264,7 +3264,7 @@ def normuon_float16_no_matrix_small(
         if start + TILE <= count:
             normuon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, (before + start) // 8 * 8 + at, adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                 one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
             )
@@ -3274,8 +3274,8 @@ def normuon_float16_no_matrix_small(
                 live = few < count - start
                 normuon_float16_no_matrix_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, (before + start) // 8 * 8 + few, adamw_betas_0, adamw_betas_1,
-                    scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
+                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
+                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
                     one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
                 )
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    term, widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, term, widened,
 )
 
 
@@ -227,7 +227,7 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -235,8 +235,8 @@ def novograd_float32_3(
         if start + TILE <= count:
             novograd_float32_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
-                beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1,
+                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -246,7 +246,7 @@ def novograd_float32_3(
                 novograd_float32_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -565,7 +565,7 @@ def novograd_bfloat16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -574,7 +574,7 @@ def novograd_bfloat16_3(
             novograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -584,7 +584,7 @@ def novograd_bfloat16_3(
                 novograd_bfloat16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -712,7 +712,7 @@ def novograd_bfloat16_small_3(
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -720,7 +720,7 @@ def novograd_bfloat16_small_3(
         if start + TILE <= count:
             novograd_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1, weight_decay,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1, weight_decay,
                 grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -729,7 +729,7 @@ def novograd_bfloat16_small_3(
                 live = few < count - start
                 novograd_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1, weight_decay,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
                     grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -917,7 +917,7 @@ def novograd_float16_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -926,7 +926,7 @@ def novograd_float16_3(
             novograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -936,7 +936,7 @@ def novograd_float16_3(
                 novograd_float16_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, weight_decay, grad_scale, minus_lr,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -1082,7 +1082,7 @@ def novograd_float16_small_3(
                 novograd_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, weight_decay, grad_scale, minus_lr, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1090,7 +1090,7 @@ def novograd_float16_small_3(
         if start + TILE <= count:
             novograd_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1, weight_decay,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1, weight_decay,
                 grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1099,7 +1099,7 @@ def novograd_float16_small_3(
                 live = few < count - start
                 novograd_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1, weight_decay,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
                     grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1212,7 +1212,7 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1221,9 +1221,9 @@ def novograd_float32_grad_averaging_3(
         if start + TILE <= count:
             novograd_float32_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1,
+                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
+                False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1233,7 +1233,7 @@ def novograd_float32_grad_averaging_3(
                 novograd_float32_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1425,7 +1425,7 @@ def novograd_bfloat16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1434,7 +1434,7 @@ def novograd_bfloat16_grad_averaging_3(
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1445,7 +1445,7 @@ def novograd_bfloat16_grad_averaging_3(
                 novograd_bfloat16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1537,7 +1537,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1545,7 +1545,7 @@ def novograd_bfloat16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_bfloat16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1555,7 +1555,7 @@ def novograd_bfloat16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_bfloat16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1696,7 +1696,7 @@ def novograd_float16_grad_averaging_3(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1705,7 +1705,7 @@ def novograd_float16_grad_averaging_3(
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1716,7 +1716,7 @@ def novograd_float16_grad_averaging_3(
                 novograd_float16_grad_averaging_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1, one_minus_beta1_times_grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1826,7 +1826,7 @@ def novograd_float16_grad_averaging_small_3(
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_beta1_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1834,7 +1834,7 @@ def novograd_float16_grad_averaging_small_3(
         if start + TILE <= count:
             novograd_float16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, (before + start) // 8 * 8 + at, beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1844,7 +1844,7 @@ def novograd_float16_grad_averaging_small_3(
                 live = few < count - start
                 novograd_float16_grad_averaging_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, (before + start) // 8 * 8 + few, beta1,
+                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     True,
                 )

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    rounded, term, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
+    rotl, rounded, term, widened,
 )
 
 
@@ -590,7 +590,7 @@ def orthograd_bfloat16_5(
             for odd in tl.static_range(2):
                 orthograd_bfloat16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, minus_lr,
+                    radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -598,7 +598,7 @@ def orthograd_bfloat16_5(
         if start + TILE <= count:
             orthograd_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -606,7 +606,7 @@ def orthograd_bfloat16_5(
                 live = few < count - start
                 orthograd_bfloat16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -871,7 +871,7 @@ def orthograd_float16_5(
             for odd in tl.static_range(2):
                 orthograd_float16_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, stretch_ptr,
-                    radial_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, minus_lr,
+                    radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -879,7 +879,7 @@ def orthograd_float16_5(
         if start + TILE <= count:
             orthograd_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -887,7 +887,7 @@ def orthograd_float16_5(
                 live = few < count - start
                 orthograd_float16_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
 
@@ -1154,7 +1154,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1163,7 +1163,7 @@ def orthograd_float32_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, weight_decay,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start, at), weight_decay,
                 grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
                 stream_key, False,
             )
@@ -1175,7 +1175,7 @@ def orthograd_float32_has_momentum_5(
                 orthograd_float32_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1647,7 +1647,7 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -1657,7 +1657,7 @@ def orthograd_bfloat16_has_momentum_5(
             orthograd_bfloat16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1668,7 +1668,7 @@ def orthograd_bfloat16_has_momentum_5(
                 orthograd_bfloat16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -1883,7 +1883,7 @@ def orthograd_bfloat16_has_momentum_small_5(
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                     lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
@@ -1892,10 +1892,9 @@ def orthograd_bfloat16_has_momentum_small_5(
         if start + TILE <= count:
             orthograd_bfloat16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, False,
+                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
+                lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1903,7 +1902,7 @@ def orthograd_bfloat16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -2162,7 +2161,7 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -2172,7 +2171,7 @@ def orthograd_float16_has_momentum_5(
             orthograd_float16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2183,7 +2182,7 @@ def orthograd_float16_has_momentum_5(
                 orthograd_float16_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -2416,7 +2415,7 @@ def orthograd_float16_has_momentum_small_5(
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                     lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
@@ -2425,10 +2424,9 @@ def orthograd_float16_has_momentum_small_5(
         if start + TILE <= count:
             orthograd_float16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                stream_key, False,
+                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
+                lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2436,7 +2434,7 @@ def orthograd_float16_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
                     stream_key, True,
@@ -2556,7 +2554,7 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, stretch_ptr, radial_ptr, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -2565,7 +2563,7 @@ def orthograd_float32_nesterov_has_momentum_5(
         if start + TILE <= count:
             orthograd_float32_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, momentum,
+                stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start, at), momentum,
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                 step_key, stream_key, False,
             )
@@ -2577,7 +2575,7 @@ def orthograd_float32_nesterov_has_momentum_5(
                 orthograd_float32_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -2785,9 +2783,9 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
-                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    minus_lr, step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -2795,7 +2793,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2806,7 +2804,7 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 orthograd_bfloat16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -2907,7 +2905,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -2916,9 +2914,9 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
         if start + TILE <= count:
             orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2926,7 +2924,7 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )
@@ -3071,9 +3069,9 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    stretch_ptr, radial_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at,
-                    momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    minus_lr, step_key, stream_key, False,
+                    stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
+                    weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3081,7 +3079,7 @@ def orthograd_float16_nesterov_has_momentum_5(
             orthograd_float16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                 momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3092,7 +3090,7 @@ def orthograd_float16_nesterov_has_momentum_5(
                 orthograd_float16_nesterov_has_momentum_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale,
+                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     True,
                 )
@@ -3211,7 +3209,7 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start + odd * TILE, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -3220,9 +3218,9 @@ def orthograd_float16_nesterov_has_momentum_small_5(
         if start + TILE <= count:
             orthograd_float16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, (before + start) // 8 * 8 + at, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
+                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3230,7 +3228,7 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                 live = few < count - start
                 orthograd_float16_nesterov_has_momentum_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, (before + start) // 8 * 8 + few, weight_decay, grad_scale,
+                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
                 )

@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -283,7 +283,7 @@ def prodigy_float32_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -295,7 +295,7 @@ def prodigy_float32_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -309,7 +309,7 @@ def prodigy_float32_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                     beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -1025,7 +1025,7 @@ def prodigy_bfloat16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1034,7 +1034,7 @@ def prodigy_bfloat16_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at),
                 grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -1047,7 +1047,7 @@ def prodigy_bfloat16_2(
                 s_abs_term, tensor_sum_term = prodigy_bfloat16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -1272,7 +1272,7 @@ def prodigy_bfloat16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1282,7 +1282,7 @@ def prodigy_bfloat16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1295,7 +1295,7 @@ def prodigy_bfloat16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -1576,7 +1576,7 @@ def prodigy_bfloat16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1585,7 +1585,7 @@ def prodigy_bfloat16_small_5(
             prodigy_bfloat16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1594,7 +1594,7 @@ def prodigy_bfloat16_small_5(
                 prodigy_bfloat16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -1739,7 +1739,7 @@ def prodigy_float16_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_rate_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -1748,7 +1748,7 @@ def prodigy_float16_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at),
                 grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -1761,7 +1761,7 @@ def prodigy_float16_2(
                 s_abs_term, tensor_sum_term = prodigy_float16_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -1960,7 +1960,7 @@ def prodigy_float16_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1970,7 +1970,7 @@ def prodigy_float16_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1983,7 +1983,7 @@ def prodigy_float16_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -2205,7 +2205,7 @@ def prodigy_float16_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2214,7 +2214,7 @@ def prodigy_float16_small_5(
             prodigy_float16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -2223,7 +2223,7 @@ def prodigy_float16_small_5(
                 prodigy_float16_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, grad_scale, scalar_0, step_key, stream_key, True,
                 )
 
 
@@ -2473,7 +2473,7 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -2485,7 +2485,7 @@ def prodigy_float32_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2499,7 +2499,7 @@ def prodigy_float32_safeguard_warmup_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                     beta2, grad_scale, scalar_0, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -2792,7 +2792,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -2801,7 +2801,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, numbered(before + start, at),
                 grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -2814,7 +2814,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
                 s_abs_term, tensor_sum_term = prodigy_bfloat16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -3066,7 +3066,7 @@ def prodigy_float16_safeguard_warmup_2(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     s_ptr + start + odd * TILE, s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     p0_ptr + start + odd * TILE, d_over_d0_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, beta3, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), grad_scale, beta3, step_key, stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3075,7 +3075,7 @@ def prodigy_float16_safeguard_warmup_2(
         if start + TILE <= count:
             s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                p0_ptr + start, d_over_d0_times_d_ptr, at, at_block, at, at_block, numbered(before + start, at),
                 grad_scale, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
@@ -3088,7 +3088,7 @@ def prodigy_float16_safeguard_warmup_2(
                 s_abs_term, tensor_sum_term = prodigy_float16_safeguard_warmup_2_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_ptr, few,
-                    few_blocks, live, live_block, (before + start) // 8 * 8 + few, grad_scale, beta3, step_key, stream_key,
+                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, beta3, step_key, stream_key,
                     True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -3441,7 +3441,7 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -3453,7 +3453,7 @@ def prodigy_float32_use_bias_correction_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -3467,7 +3467,7 @@ def prodigy_float32_use_bias_correction_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                     beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term
@@ -3978,8 +3978,8 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -3988,7 +3988,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4001,7 +4001,7 @@ def prodigy_bfloat16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4160,7 +4160,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4169,7 +4169,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
             prodigy_bfloat16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4178,7 +4178,7 @@ def prodigy_bfloat16_use_bias_correction_small_5(
                 prodigy_bfloat16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4372,8 +4372,8 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale,
-                    scalar_0_2, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2,
+                    step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -4382,7 +4382,7 @@ def prodigy_float16_use_bias_correction_5(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -4395,7 +4395,7 @@ def prodigy_float16_use_bias_correction_5(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4520,7 +4520,7 @@ def prodigy_float16_use_bias_correction_small_5(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key,
                     False,
                 )
         tile = count // (2 * TILE) * 2
@@ -4529,7 +4529,7 @@ def prodigy_float16_use_bias_correction_small_5(
             prodigy_float16_use_bias_correction_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -4538,7 +4538,7 @@ def prodigy_float16_use_bias_correction_small_5(
                 prodigy_float16_use_bias_correction_small_5_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
+                    live, numbered(before + start, few), beta1, beta2, grad_scale, scalar_0_2, step_key, stream_key, True,
                 )
 
 
@@ -4789,7 +4789,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, s_ptr + start + odd * TILE,
                     s_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, p0_ptr + start + odd * TILE, d_ptr,
                     d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, scalar_0_2, beta3, step_key,
                     stream_key, False,
                 )
                 s_abs_terms = s_abs_terms + s_abs_term
@@ -4801,7 +4801,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
                 p0_ptr + start, d_ptr, d_over_d0_times_d_ptr, one_minus_beta1_times_d_ptr, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
+                numbered(before + start, at), beta1, beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, False,
             )
             s_abs_terms = s_abs_terms + s_abs_term
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
@@ -4815,7 +4815,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
                     s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_ptr,
-                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, beta1,
+                    one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
                     beta2, grad_scale, scalar_0_2, beta3, step_key, stream_key, True,
                 )
                 s_abs_terms_apart = s_abs_terms_apart + s_abs_term

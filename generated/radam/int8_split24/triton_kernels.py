@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -179,9 +179,8 @@ def radam_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
@@ -189,7 +188,7 @@ def radam_float32(
             radam_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -201,7 +200,7 @@ def radam_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -448,7 +447,7 @@ def radam_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -458,7 +457,7 @@ def radam_bfloat16(
             radam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -471,7 +470,7 @@ def radam_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -571,16 +570,16 @@ def radam_bfloat16_small(
                 radam_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             radam_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                 stream_key, False,
             )
@@ -590,7 +589,7 @@ def radam_bfloat16_small(
                 live = few < count - start
                 radam_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                     stream_key, True,
                 )
@@ -774,7 +773,7 @@ def radam_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay,
                     grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
@@ -784,7 +783,7 @@ def radam_float16(
             radam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale,
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -797,7 +796,7 @@ def radam_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
                 )
 
@@ -915,16 +914,16 @@ def radam_float16_small(
                 radam_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale,
-                    one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                    scalar_5, step_key, stream_key, False,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
+                    stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             radam_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                at, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                 stream_key, False,
             )
@@ -934,7 +933,7 @@ def radam_float16_small(
                 live = few < count - start
                 radam_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                     stream_key, True,
                 )
@@ -1091,7 +1090,7 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
@@ -1101,7 +1100,7 @@ def radam_float32_decoupled_weight_decay(
             radam_float32_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                 stream_key, False,
             )
@@ -1114,7 +1113,7 @@ def radam_float32_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1365,7 +1364,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1375,9 +1374,9 @@ def radam_bfloat16_decoupled_weight_decay(
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1388,7 +1387,7 @@ def radam_bfloat16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1491,7 +1490,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
@@ -1500,7 +1499,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_bfloat16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1510,7 +1509,7 @@ def radam_bfloat16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_bfloat16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )
@@ -1696,7 +1695,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
@@ -1706,9 +1705,9 @@ def radam_float16_decoupled_weight_decay(
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1719,7 +1718,7 @@ def radam_float16_decoupled_weight_decay(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, True,
                 )
@@ -1840,7 +1839,7 @@ def radam_float16_decoupled_weight_decay_small(
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
@@ -1849,7 +1848,7 @@ def radam_float16_decoupled_weight_decay_small(
         if start + TILE <= count:
             radam_float16_decoupled_weight_decay_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
             )
@@ -1859,7 +1858,7 @@ def radam_float16_decoupled_weight_decay_small(
                 live = few < count - start
                 radam_float16_decoupled_weight_decay_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
                 )

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, widened,
 )
 
 
@@ -142,7 +142,7 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -150,7 +150,7 @@ def rmsprop_float32(
         if start + TILE <= count:
             rmsprop_float32_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -161,8 +161,8 @@ def rmsprop_float32(
                 rmsprop_float32_tile(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -360,15 +360,15 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
-                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, alpha,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), alpha,
                 eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -379,8 +379,8 @@ def rmsprop_bfloat16(
                 rmsprop_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -467,7 +467,7 @@ def rmsprop_bfloat16_small(
             for odd in tl.static_range(2):
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps,
+                    square_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -475,8 +475,8 @@ def rmsprop_bfloat16_small(
         if start + TILE <= count:
             rmsprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -484,8 +484,8 @@ def rmsprop_bfloat16_small(
                 live = few < count - start
                 rmsprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -633,15 +633,15 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
-                    grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
+                    one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, alpha,
+                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), alpha,
                 eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -652,8 +652,8 @@ def rmsprop_float16(
                 rmsprop_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -758,7 +758,7 @@ def rmsprop_float16_small(
             for odd in tl.static_range(2):
                 rmsprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    square_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps,
+                    square_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -766,8 +766,8 @@ def rmsprop_float16_small(
         if start + TILE <= count:
             rmsprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -775,8 +775,8 @@ def rmsprop_float16_small(
                 live = few < count - start
                 rmsprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -923,7 +923,7 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -932,8 +932,8 @@ def rmsprop_float32_has_momentum(
             rmsprop_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -944,8 +944,8 @@ def rmsprop_float32_has_momentum(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1175,7 +1175,7 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1184,7 +1184,7 @@ def rmsprop_bfloat16_has_momentum(
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1196,8 +1196,8 @@ def rmsprop_bfloat16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1292,7 +1292,7 @@ def rmsprop_bfloat16_has_momentum_small(
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1300,7 +1300,7 @@ def rmsprop_bfloat16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1309,7 +1309,7 @@ def rmsprop_bfloat16_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1483,7 +1483,7 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1492,7 +1492,7 @@ def rmsprop_float16_has_momentum(
             rmsprop_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1504,8 +1504,8 @@ def rmsprop_float16_has_momentum(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -1618,7 +1618,7 @@ def rmsprop_float16_has_momentum_small(
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1626,7 +1626,7 @@ def rmsprop_float16_has_momentum_small(
         if start + TILE <= count:
             rmsprop_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1635,7 +1635,7 @@ def rmsprop_float16_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1789,7 +1789,7 @@ def rmsprop_float32_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE,
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1798,8 +1798,8 @@ def rmsprop_float32_centered(
             rmsprop_float32_centered_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1810,8 +1810,8 @@ def rmsprop_float32_centered(
                     p_ptr + start, g_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2048,7 +2048,7 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2057,7 +2057,7 @@ def rmsprop_bfloat16_centered(
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2069,8 +2069,8 @@ def rmsprop_bfloat16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2165,7 +2165,7 @@ def rmsprop_bfloat16_centered_small(
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2173,7 +2173,7 @@ def rmsprop_bfloat16_centered_small(
         if start + TILE <= count:
             rmsprop_bfloat16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                at, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2182,7 +2182,7 @@ def rmsprop_bfloat16_centered_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -2362,7 +2362,7 @@ def rmsprop_float16_centered(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                    at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2371,7 +2371,7 @@ def rmsprop_float16_centered(
             rmsprop_float16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale,
                 one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2383,8 +2383,8 @@ def rmsprop_float16_centered(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                    stream_key, True,
                 )
 
 
@@ -2497,7 +2497,7 @@ def rmsprop_float16_centered_small(
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2505,7 +2505,7 @@ def rmsprop_float16_centered_small(
         if start + TILE <= count:
             rmsprop_float16_centered_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                at, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
                 step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2514,7 +2514,7 @@ def rmsprop_float16_centered_small(
                 live = few < count - start
                 rmsprop_float16_centered_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                    live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -2702,7 +2702,7 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, grad_avg_ptr + start + odd * TILE,
                     grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale,
+                    numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -2711,7 +2711,7 @@ def rmsprop_float32_centered_has_momentum(
             rmsprop_float32_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
                 grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -2724,8 +2724,8 @@ def rmsprop_float32_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3002,7 +3002,7 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3012,8 +3012,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3025,8 +3025,8 @@ def rmsprop_bfloat16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3128,15 +3128,15 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha,
-                    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_bfloat16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3145,7 +3145,7 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_bfloat16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3359,7 +3359,7 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_ptr + start + odd * TILE, square_avg_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     grad_avg_ptr + start + odd * TILE, grad_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, alpha, eps, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3369,8 +3369,8 @@ def rmsprop_float16_centered_has_momentum(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
                 square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -3382,8 +3382,8 @@ def rmsprop_float16_centered_has_momentum(
                     square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
                     grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha,
-                    minus_lr, step_key, stream_key, True,
+                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                    step_key, stream_key, True,
                 )
 
 
@@ -3503,15 +3503,15 @@ def rmsprop_float16_centered_has_momentum_small(
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     square_avg_ptr + start + odd * TILE, grad_avg_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, alpha,
-                    eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
+                    weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             rmsprop_float16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, alpha, eps, weight_decay, momentum,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
                 grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3520,7 +3520,7 @@ def rmsprop_float16_centered_has_momentum_small(
                 live = few < count - start
                 rmsprop_float16_centered_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, alpha, eps, weight_decay,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
                 )
 

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, sign, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, sign, widened,
 )
 
 
@@ -171,7 +171,7 @@ def rprop_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, prev_ptr + start + odd * TILE,
                     prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, step_size_ptr + start + odd * TILE,
                     step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -179,9 +179,8 @@ def rprop_float32(
         if start + TILE <= count:
             rprop_float32_tile(
                 p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
-                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
-                etaminus, etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key,
-                stream_key, False,
+                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), etaminus,
+                etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -191,7 +190,7 @@ def rprop_float32(
                 rprop_float32_tile(
                     p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     step_size_ptr + start, step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    live_block, numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
@@ -427,7 +426,7 @@ def rprop_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -436,7 +435,7 @@ def rprop_bfloat16(
             rprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -448,7 +447,7 @@ def rprop_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
@@ -547,7 +546,7 @@ def rprop_bfloat16_small(
                 rprop_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -555,7 +554,7 @@ def rprop_bfloat16_small(
         if start + TILE <= count:
             rprop_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -564,7 +563,7 @@ def rprop_bfloat16_small(
                 live = few < count - start
                 rprop_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
@@ -740,7 +739,7 @@ def rprop_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, prev_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     step_size_ptr + start + odd * TILE, step_size_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -749,7 +748,7 @@ def rprop_float16(
             rprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
                 step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -761,7 +760,7 @@ def rprop_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
                     prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
                     step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 
@@ -878,7 +877,7 @@ def rprop_float16_small(
                 rprop_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     prev_ptr + start + odd * TILE, step_size_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -886,7 +885,7 @@ def rprop_float16_small(
         if start + TILE <= count:
             rprop_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -895,7 +894,7 @@ def rprop_float16_small(
                 live = few < count - start
                 rprop_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, True,
                 )
 

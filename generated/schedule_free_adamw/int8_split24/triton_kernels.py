@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_max, block_min, byte, get, inverse, joined, opaque, pointer, put, reciprocal, rotl, widened,
+    apart, block_max, block_min, byte, get, inverse, joined, numbered, opaque, pointer, put, reciprocal,
+    rotl, widened,
 )
 
 
@@ -152,7 +153,7 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -161,7 +162,7 @@ def schedule_free_adamw_float32(
         if start + TILE <= count:
             schedule_free_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
                 weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
@@ -173,7 +174,7 @@ def schedule_free_adamw_float32(
                 schedule_free_adamw_float32_tile(
                     p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
+                    numbered(before + start, few), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -395,7 +396,7 @@ def schedule_free_adamw_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -404,7 +405,7 @@ def schedule_free_adamw_bfloat16(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
                 weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
@@ -416,7 +417,7 @@ def schedule_free_adamw_bfloat16(
                 schedule_free_adamw_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
+                    numbered(before + start, few), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -516,7 +517,7 @@ def schedule_free_adamw_bfloat16_small(
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -525,9 +526,8 @@ def schedule_free_adamw_bfloat16_small(
         if start + TILE <= count:
             schedule_free_adamw_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta2, weight_decay, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                step_key, stream_key, False,
+                numbered(before + start, at), beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -535,7 +535,7 @@ def schedule_free_adamw_bfloat16_small(
                 live = few < count - start
                 schedule_free_adamw_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
+                    numbered(before + start, few), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -695,7 +695,7 @@ def schedule_free_adamw_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -704,7 +704,7 @@ def schedule_free_adamw_float16(
         if start + TILE <= count:
             schedule_free_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta2,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
                 weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
                 eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
@@ -716,7 +716,7 @@ def schedule_free_adamw_float16(
                 schedule_free_adamw_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
+                    numbered(before + start, few), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )
@@ -834,7 +834,7 @@ def schedule_free_adamw_float16_small(
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     z_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta2, weight_decay, scalar_0,
+                    numbered(before + start + odd * TILE, at), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
@@ -843,9 +843,8 @@ def schedule_free_adamw_float16_small(
         if start + TILE <= count:
             schedule_free_adamw_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta2, weight_decay, scalar_0,
-                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                step_key, stream_key, False,
+                numbered(before + start, at), beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
+                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -853,7 +852,7 @@ def schedule_free_adamw_float16_small(
                 live = few < count - start
                 schedule_free_adamw_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta2, weight_decay, scalar_0,
+                    numbered(before + start, few), beta2, weight_decay, scalar_0,
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, True,
                 )

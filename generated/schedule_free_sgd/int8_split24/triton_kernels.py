@@ -17,7 +17,7 @@
 import triton
 import triton.language as tl
 
-from optgen.runtime.triton_prelude import apart, byte, get, joined, opaque, pointer, put, rotl, widened
+from optgen.runtime.triton_prelude import apart, byte, get, joined, numbered, opaque, pointer, put, rotl, widened
 
 
 @triton.jit
@@ -166,15 +166,15 @@ def schedule_free_sgd_bfloat16(
             for odd in tl.static_range(2):
                 schedule_free_sgd_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
-                    grad_scale, c, scalar_1, scalar_2, step_key, stream_key, False,
+                    z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
+                    c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             schedule_free_sgd_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                numbered(before + start, at), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
                 False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -183,7 +183,7 @@ def schedule_free_sgd_bfloat16(
                 live = few < count - start
                 schedule_free_sgd_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                    numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
                     True,
                 )
 
@@ -287,15 +287,15 @@ def schedule_free_sgd_float16(
             for odd in tl.static_range(2):
                 schedule_free_sgd_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    z_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, weight_decay,
-                    grad_scale, c, scalar_1, scalar_2, step_key, stream_key, False,
+                    z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
+                    c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             schedule_free_sgd_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                numbered(before + start, at), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
                 False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -304,7 +304,7 @@ def schedule_free_sgd_float16(
                 live = few < count - start
                 schedule_free_sgd_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                    numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
                     True,
                 )
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, widened,
 )
 
 
@@ -148,14 +148,14 @@ def sgd_bfloat16(
             for odd in tl.static_range(2):
                 sgd_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    numbered(before + start + odd * TILE, at), lr_times_grad_scale, lr_times_weight_decay, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -163,7 +163,7 @@ def sgd_bfloat16(
             if start < count:
                 live = few < count - start
                 sgd_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -261,14 +261,14 @@ def sgd_float16(
             for odd in tl.static_range(2):
                 sgd_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, lr_times_grad_scale, lr_times_weight_decay, step_key,
+                    numbered(before + start + odd * TILE, at), lr_times_grad_scale, lr_times_weight_decay, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
                 lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -276,7 +276,7 @@ def sgd_float16(
             if start < count:
                 live = few < count - start
                 sgd_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -382,7 +382,7 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -390,7 +390,7 @@ def sgd_float32_has_momentum(
         if start + TILE <= count:
             sgd_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, scalar_2,
+                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2,
                 minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -401,7 +401,7 @@ def sgd_float32_has_momentum(
                 sgd_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -582,7 +582,7 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -590,7 +590,7 @@ def sgd_bfloat16_has_momentum(
         if start + TILE <= count:
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -601,7 +601,7 @@ def sgd_bfloat16_has_momentum(
                 sgd_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -686,7 +686,7 @@ def sgd_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, scalar_0,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), scalar_0,
                     scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -694,7 +694,7 @@ def sgd_bfloat16_has_momentum_small(
         if start + TILE <= count:
             sgd_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                numbered(before + start, at), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -703,7 +703,7 @@ def sgd_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                    numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -837,7 +837,7 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -845,7 +845,7 @@ def sgd_float16_has_momentum(
         if start + TILE <= count:
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -856,7 +856,7 @@ def sgd_float16_has_momentum(
                 sgd_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -959,7 +959,7 @@ def sgd_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, scalar_0,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), scalar_0,
                     scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -967,7 +967,7 @@ def sgd_float16_has_momentum_small(
         if start + TILE <= count:
             sgd_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                numbered(before + start, at), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -976,7 +976,7 @@ def sgd_float16_has_momentum_small(
                 live = few < count - start
                 sgd_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                    numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
                     stream_key, True,
                 )
 
@@ -1089,7 +1089,7 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay, grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale,
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -1098,7 +1098,7 @@ def sgd_float32_nesterov_has_momentum(
         if start + TILE <= count:
             sgd_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, weight_decay, grad_scale,
+                at_block, at, at_block, numbered(before + start, at), momentum, weight_decay, grad_scale,
                 where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                 False,
             )
@@ -1110,7 +1110,7 @@ def sgd_float32_nesterov_has_momentum(
                 sgd_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1306,7 +1306,7 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay,
                     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -1315,7 +1315,7 @@ def sgd_bfloat16_nesterov_has_momentum(
         if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 minus_lr, step_key, stream_key, False,
             )
@@ -1327,7 +1327,7 @@ def sgd_bfloat16_nesterov_has_momentum(
                 sgd_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1421,7 +1421,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1430,7 +1430,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1440,7 +1440,7 @@ def sgd_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1580,7 +1580,7 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, weight_decay,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay,
                     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
                     stream_key, False,
                 )
@@ -1589,7 +1589,7 @@ def sgd_float16_nesterov_has_momentum(
         if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 minus_lr, step_key, stream_key, False,
             )
@@ -1601,7 +1601,7 @@ def sgd_float16_nesterov_has_momentum(
                 sgd_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
                 )
 
@@ -1713,7 +1713,7 @@ def sgd_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
@@ -1722,7 +1722,7 @@ def sgd_float16_nesterov_has_momentum_small(
         if start + TILE <= count:
             sgd_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1732,7 +1732,7 @@ def sgd_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgd_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                    numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, True,
                 )

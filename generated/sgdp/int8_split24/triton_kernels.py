@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, down, fold, get, joined, larger, minus, opaque, pointer, put,
-    reciprocal, rotl, rounded, term, widened, within,
+    apart, block_magnitude, byte, counter, down, fold, get, joined, larger, minus, numbered, opaque, pointer,
+    put, reciprocal, rotl, rounded, term, widened, within,
 )
 
 
@@ -3106,7 +3106,7 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, scalar_1,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3114,7 +3114,7 @@ def sgdp_float32_no_projected(
         if start + TILE <= count:
             sgdp_float32_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale,
                 scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3125,7 +3125,7 @@ def sgdp_float32_no_projected(
                 sgdp_float32_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -3312,7 +3312,7 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3320,7 +3320,7 @@ def sgdp_bfloat16_no_projected(
         if start + TILE <= count:
             sgdp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3331,7 +3331,7 @@ def sgdp_bfloat16_no_projected(
                 sgdp_bfloat16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -3421,7 +3421,7 @@ def sgdp_bfloat16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
                     scalar_3, step_key, stream_key, False,
                 )
@@ -3430,7 +3430,7 @@ def sgdp_bfloat16_no_projected_small(
         if start + TILE <= count:
             sgdp_bfloat16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3439,7 +3439,7 @@ def sgdp_bfloat16_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
@@ -3574,7 +3574,7 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3582,7 +3582,7 @@ def sgdp_float16_no_projected(
         if start + TILE <= count:
             sgdp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3593,7 +3593,7 @@ def sgdp_float16_no_projected(
                 sgdp_float16_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
                     step_key, stream_key, True,
                 )
 
@@ -3701,7 +3701,7 @@ def sgdp_float16_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
                     scalar_3, step_key, stream_key, False,
                 )
@@ -3710,7 +3710,7 @@ def sgdp_float16_no_projected_small(
         if start + TILE <= count:
             sgdp_float16_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3719,7 +3719,7 @@ def sgdp_float16_no_projected_small(
                 live = few < count - start
                 sgdp_float16_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
                 )
 
@@ -6570,7 +6570,7 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -6578,7 +6578,7 @@ def sgdp_float32_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_float32_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_dampening_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale,
                 lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -6589,7 +6589,7 @@ def sgdp_float32_nesterov_no_projected(
                 sgdp_float32_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                     lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -6778,7 +6778,7 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -6787,7 +6787,7 @@ def sgdp_bfloat16_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
                 step_key, stream_key, False,
             )
@@ -6799,7 +6799,7 @@ def sgdp_bfloat16_nesterov_no_projected(
                 sgdp_bfloat16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                     lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -6891,7 +6891,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -6900,7 +6900,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
         if start + TILE <= count:
             sgdp_bfloat16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                numbered(before + start, at), momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -6909,7 +6909,7 @@ def sgdp_bfloat16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_bfloat16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 
@@ -7046,7 +7046,7 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
@@ -7055,7 +7055,7 @@ def sgdp_float16_nesterov_no_projected(
         if start + TILE <= count:
             sgdp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
                 step_key, stream_key, False,
             )
@@ -7067,7 +7067,7 @@ def sgdp_float16_nesterov_no_projected(
                 sgdp_float16_nesterov_no_projected_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
                     lr_times_momentum, scalar_3, step_key, stream_key, True,
                 )
 
@@ -7177,7 +7177,7 @@ def sgdp_float16_nesterov_no_projected_small(
             for odd in tl.static_range(2):
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
@@ -7186,7 +7186,7 @@ def sgdp_float16_nesterov_no_projected_small(
         if start + TILE <= count:
             sgdp_float16_nesterov_no_projected_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                numbered(before + start, at), momentum, grad_scale, one_minus_dampening_times_grad_scale,
                 momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -7195,7 +7195,7 @@ def sgdp_float16_nesterov_no_projected_small(
                 live = few < count - start
                 sgdp_float16_nesterov_no_projected_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                    numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
                     momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
                 )
 

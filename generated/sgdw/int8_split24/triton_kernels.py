@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, minus, opaque, pointer, put, reciprocal, rotl,
-    rounded, widened,
+    apart, block_magnitude, byte, counter, get, joined, minus, numbered, opaque, pointer, put, reciprocal,
+    rotl, rounded, widened,
 )
 
 
@@ -154,14 +154,14 @@ def sgdw_bfloat16(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -169,7 +169,7 @@ def sgdw_bfloat16(
             if start < count:
                 live = few < count - start
                 sgdw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -267,14 +267,14 @@ def sgdw_float16(
             for odd in tl.static_range(2):
                 sgdw_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
                 one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -282,7 +282,7 @@ def sgdw_float16(
             if start < count:
                 live = few < count - start
                 sgdw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
                 )
 
@@ -392,7 +392,7 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -400,7 +400,7 @@ def sgdw_float32_has_momentum(
         if start + TILE <= count:
             sgdw_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -411,7 +411,7 @@ def sgdw_float32_has_momentum(
                 sgdw_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -597,7 +597,7 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -605,7 +605,7 @@ def sgdw_bfloat16_has_momentum(
         if start + TILE <= count:
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -617,7 +617,7 @@ def sgdw_bfloat16_has_momentum(
                 sgdw_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -707,7 +707,7 @@ def sgdw_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -716,7 +716,7 @@ def sgdw_bfloat16_has_momentum_small(
         if start + TILE <= count:
             sgdw_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -726,7 +726,7 @@ def sgdw_bfloat16_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -863,7 +863,7 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -871,7 +871,7 @@ def sgdw_float16_has_momentum(
         if start + TILE <= count:
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                 False,
             )
@@ -883,7 +883,7 @@ def sgdw_float16_has_momentum(
                 sgdw_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -991,7 +991,7 @@ def sgdw_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
@@ -1000,7 +1000,7 @@ def sgdw_float16_has_momentum_small(
         if start + TILE <= count:
             sgdw_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                 False,
             )
@@ -1010,7 +1010,7 @@ def sgdw_float16_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
                     lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
                     True,
                 )
@@ -1121,7 +1121,7 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1129,7 +1129,7 @@ def sgdw_float32_nesterov_has_momentum(
         if start + TILE <= count:
             sgdw_float32_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, where_lt_one_t_momentum_zero, scalar_1,
+                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1140,7 +1140,7 @@ def sgdw_float32_nesterov_has_momentum(
                 sgdw_float32_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -1333,7 +1333,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
                     False,
                 )
@@ -1342,7 +1342,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
         if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1354,7 +1354,7 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 sgdw_bfloat16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -1447,16 +1447,16 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), grad_scale,
+                    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_bfloat16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                numbered(before + start, at), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1466,7 +1466,7 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_bfloat16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )
@@ -1604,7 +1604,7 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, where_lt_one_t_momentum_zero,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
                     False,
                 )
@@ -1613,7 +1613,7 @@ def sgdw_float16_nesterov_has_momentum(
         if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
                 one_minus_lr_times_weight_decay, step_key, stream_key, False,
             )
@@ -1625,7 +1625,7 @@ def sgdw_float16_nesterov_has_momentum(
                 sgdw_float16_nesterov_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
                 )
 
@@ -1736,16 +1736,16 @@ def sgdw_float16_nesterov_has_momentum_small(
             for odd in tl.static_range(2):
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), grad_scale,
+                    where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
+                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             sgdw_float16_nesterov_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                numbered(before + start, at), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                 step_key, stream_key, False,
             )
@@ -1755,7 +1755,7 @@ def sgdw_float16_nesterov_has_momentum_small(
                 live = few < count - start
                 sgdw_float16_nesterov_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                    numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, True,
                 )

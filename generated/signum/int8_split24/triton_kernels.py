@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    sign, widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, sign, widened,
 )
 
 
@@ -155,14 +155,14 @@ def signum_bfloat16(
             for odd in tl.static_range(2):
                 signum_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at, grad_scale,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at), grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -170,7 +170,7 @@ def signum_bfloat16(
             if start < count:
                 live = few < count - start
                 signum_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -269,14 +269,14 @@ def signum_float16(
             for odd in tl.static_range(2):
                 signum_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, grad_scale, one_minus_lr_times_weight_decay, minus_lr,
+                    numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             signum_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, (before + start) // 8 * 8 + at, grad_scale,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at), grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -284,7 +284,7 @@ def signum_float16(
             if start < count:
                 live = few < count - start
                 signum_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, (before + start) // 8 * 8 + few,
+                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
                     grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -394,7 +394,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -402,7 +402,7 @@ def signum_float32_has_momentum(
         if start + TILE <= count:
             signum_float32_has_momentum_tile(
                 p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -413,7 +413,7 @@ def signum_float32_has_momentum(
                 signum_float32_has_momentum_tile(
                     p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -598,7 +598,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -607,7 +607,7 @@ def signum_bfloat16_has_momentum(
         if start + TILE <= count:
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                 stream_key, False,
             )
@@ -619,7 +619,7 @@ def signum_bfloat16_has_momentum(
                 signum_bfloat16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -708,7 +708,7 @@ def signum_bfloat16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -717,7 +717,7 @@ def signum_bfloat16_has_momentum_small(
         if start + TILE <= count:
             signum_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
+                numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -726,7 +726,7 @@ def signum_bfloat16_has_momentum_small(
                 live = few < count - start
                 signum_bfloat16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -862,7 +862,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -871,7 +871,7 @@ def signum_float16_has_momentum(
         if start + TILE <= count:
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                 stream_key, False,
             )
@@ -883,7 +883,7 @@ def signum_float16_has_momentum(
                 signum_float16_has_momentum_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 
@@ -990,7 +990,7 @@ def signum_float16_has_momentum_small(
             for odd in tl.static_range(2):
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    momentum_buffer_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, momentum,
+                    momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
@@ -999,7 +999,7 @@ def signum_float16_has_momentum_small(
         if start + TILE <= count:
             signum_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, momentum, one_minus_momentum_times_grad_scale,
+                numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1008,7 +1008,7 @@ def signum_float16_has_momentum_small(
                 live = few < count - start
                 signum_float16_has_momentum_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, momentum, one_minus_momentum_times_grad_scale,
+                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
                 )
 

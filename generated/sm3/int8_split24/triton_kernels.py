@@ -21,7 +21,7 @@ import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
     apart, block_magnitude, block_max, block_min, byte, counter, down, fold, get, inverse, joined, larger,
-    opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
+    numbered, opaque, pointer, put, reciprocal, rotl, rounded, term, widened, within,
 )
 
 
@@ -846,7 +846,7 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -854,7 +854,7 @@ def sm3_float32_no_factored(
         if start + TILE <= count:
             sm3_float32_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
+                at_block, at, at_block, numbered(before + start, at), eps, grad_scale_times_grad_scale,
                 minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -865,7 +865,7 @@ def sm3_float32_no_factored(
                 sm3_float32_no_factored_tile(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1059,7 +1059,7 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1067,7 +1067,7 @@ def sm3_bfloat16_no_factored(
         if start + TILE <= count:
             sm3_bfloat16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), eps,
                 grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1078,7 +1078,7 @@ def sm3_bfloat16_no_factored(
                 sm3_bfloat16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1165,7 +1165,7 @@ def sm3_bfloat16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, eps,
+                    accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1173,7 +1173,7 @@ def sm3_bfloat16_no_factored_small(
         if start + TILE <= count:
             sm3_bfloat16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                numbered(before + start, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1182,7 +1182,7 @@ def sm3_bfloat16_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1329,7 +1329,7 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, grad_scale_times_grad_scale,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1337,7 +1337,7 @@ def sm3_float16_no_factored(
         if start + TILE <= count:
             sm3_float16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps,
+                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), eps,
                 grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1348,7 +1348,7 @@ def sm3_float16_no_factored(
                 sm3_float16_no_factored_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -1453,7 +1453,7 @@ def sm3_float16_no_factored_small(
             for odd in tl.static_range(2):
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    accumulator_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, eps,
+                    accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1461,7 +1461,7 @@ def sm3_float16_no_factored_small(
         if start + TILE <= count:
             sm3_float16_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                numbered(before + start, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                 stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1470,7 +1470,7 @@ def sm3_float16_no_factored_small(
                 live = few < count - start
                 sm3_float16_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
                     stream_key, True,
                 )
 
@@ -3209,7 +3209,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE,
                     accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, momentum_buffer_ptr + start + odd * TILE,
                     momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3218,7 +3218,7 @@ def sm3_float32_has_momentum_no_factored(
             sm3_float32_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS,
                 momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
+                numbered(before + start, at), momentum, eps, grad_scale_times_grad_scale,
                 one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -3230,7 +3230,7 @@ def sm3_float32_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3463,7 +3463,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, eps,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3472,7 +3472,7 @@ def sm3_bfloat16_has_momentum_no_factored(
             sm3_bfloat16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
                 stream_key, False,
             )
@@ -3485,7 +3485,7 @@ def sm3_bfloat16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3583,7 +3583,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3592,7 +3592,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_bfloat16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, momentum, eps,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3602,7 +3602,7 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_bfloat16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )
@@ -3776,7 +3776,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, accumulator_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     momentum_buffer_ptr + start + odd * TILE, momentum_buffer_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
-                    at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, momentum, eps,
+                    at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -3785,7 +3785,7 @@ def sm3_float16_has_momentum_no_factored(
             sm3_float16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                 accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
                 stream_key, False,
             )
@@ -3798,7 +3798,7 @@ def sm3_float16_has_momentum_no_factored(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
                     accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
                     momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
                 )
 
@@ -3914,7 +3914,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     accumulator_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, momentum, eps, grad_scale_times_grad_scale,
+                    numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
@@ -3923,7 +3923,7 @@ def sm3_float16_has_momentum_no_factored_small(
         if start + TILE <= count:
             sm3_float16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, (before + start) // 8 * 8 + at, momentum, eps,
+                momentum_buffer_ptr + start, at, at, numbered(before + start, at), momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
             )
@@ -3933,7 +3933,7 @@ def sm3_float16_has_momentum_no_factored_small(
                 live = few < count - start
                 sm3_float16_has_momentum_no_factored_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, (before + start) // 8 * 8 + few, momentum, eps,
+                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
                     lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
                 )

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, term, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, term, widened,
 )
 
 
@@ -171,7 +171,7 @@ def stable_adamw_float32_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -180,7 +180,7 @@ def stable_adamw_float32_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -192,8 +192,8 @@ def stable_adamw_float32_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -673,7 +673,7 @@ def stable_adamw_bfloat16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -682,7 +682,7 @@ def stable_adamw_bfloat16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -694,8 +694,8 @@ def stable_adamw_bfloat16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -840,7 +840,7 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, step_key,
+                    rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -849,7 +849,7 @@ def stable_adamw_bfloat16_3(
             stable_adamw_bfloat16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps, step_key, stream_key, False,
+                rate_ptr, at, at_block, at, at_block, numbered(before + start, at), eps, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -860,7 +860,7 @@ def stable_adamw_bfloat16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps, step_key, stream_key,
+                    rate_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key,
                     True,
                 )
 
@@ -1047,15 +1047,15 @@ def stable_adamw_bfloat16_small_3(
                 stable_adamw_bfloat16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
+                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             stable_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start) // 8 * 8 + at, eps, beta1_hat,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start, at), eps, beta1_hat,
                 scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1064,7 +1064,7 @@ def stable_adamw_bfloat16_small_3(
                 live = few < count - start
                 stable_adamw_bfloat16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, (before + start) // 8 * 8 + few, eps,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
                     beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 
@@ -1213,7 +1213,7 @@ def stable_adamw_float16_1(
                     g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    numbered(before + start + odd * TILE, at), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1222,7 +1222,7 @@ def stable_adamw_float16_1(
         if start + TILE <= count:
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                 g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at,
+                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
                 beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
@@ -1234,8 +1234,8 @@ def stable_adamw_float16_1(
                 tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
                     g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
                     exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, (before + start) // 8 * 8 + few, beta1_hat, scalar_1, scalar_2, beta2_hat,
-                    eps_times_eps, step_key, stream_key, True,
+                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                    step_key, stream_key, True,
                 )
                 tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
@@ -1376,7 +1376,7 @@ def stable_adamw_float16_3(
                     p_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, at, at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, eps, step_key,
+                    rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -1385,7 +1385,7 @@ def stable_adamw_float16_3(
             stable_adamw_float16_3_tile(
                 p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, (before + start) // 8 * 8 + at, eps, step_key, stream_key, False,
+                rate_ptr, at, at_block, at, at_block, numbered(before + start, at), eps, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
             start = count // TILE * TILE + part * LESS
@@ -1396,7 +1396,7 @@ def stable_adamw_float16_3(
                     p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, (before + start) // 8 * 8 + few, eps, step_key, stream_key,
+                    rate_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key,
                     True,
                 )
 
@@ -1579,15 +1579,15 @@ def stable_adamw_float16_small_3(
                 stable_adamw_float16_small_3_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start + odd * TILE) // 8 * 8 + at,
-                    eps, beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
+                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
         start = tile * TILE
         if start + TILE <= count:
             stable_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, (before + start) // 8 * 8 + at, eps, beta1_hat,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start, at), eps, beta1_hat,
                 scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -1596,7 +1596,7 @@ def stable_adamw_float16_small_3(
                 live = few < count - start
                 stable_adamw_float16_small_3_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, (before + start) // 8 * 8 + few, eps,
+                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
                     beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
                 )
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, byte, counter, get, joined, opaque, pointer, put, reciprocal, rotl, rounded,
-    sign, widened,
+    apart, block_magnitude, byte, counter, get, joined, numbered, opaque, pointer, put, reciprocal, rotl,
+    rounded, sign, widened,
 )
 
 
@@ -127,7 +127,7 @@ def tiger_float32(
                 tiger_float32_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -135,7 +135,7 @@ def tiger_float32(
         if start + TILE <= count:
             tiger_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                at_block, numbered(before + start, at), beta, one_minus_lr_times_weight_decay,
                 one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -146,7 +146,7 @@ def tiger_float32(
                 tiger_float32_tile(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -331,7 +331,7 @@ def tiger_bfloat16(
                 tiger_bfloat16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -339,7 +339,7 @@ def tiger_bfloat16(
         if start + TILE <= count:
             tiger_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -350,7 +350,7 @@ def tiger_bfloat16(
                 tiger_bfloat16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -437,7 +437,7 @@ def tiger_bfloat16_small(
             for odd in tl.static_range(2):
                 tiger_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta,
+                    exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -445,7 +445,7 @@ def tiger_bfloat16_small(
         if start + TILE <= count:
             tiger_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                numbered(before + start, at), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                 minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -454,7 +454,7 @@ def tiger_bfloat16_small(
                 live = few < count - start
                 tiger_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -590,7 +590,7 @@ def tiger_float16(
                 tiger_float16_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block,
-                    at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay,
+                    at, at_block, numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -598,7 +598,7 @@ def tiger_float16(
         if start + TILE <= count:
             tiger_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, (before + start) // 8 * 8 + at, beta,
+                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -609,7 +609,7 @@ def tiger_float16(
                 tiger_float16_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                     minus_lr, step_key, stream_key, True,
                 )
 
@@ -714,7 +714,7 @@ def tiger_float16_small(
             for odd in tl.static_range(2):
                 tiger_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
-                    exp_avg_ptr + start + odd * TILE, at, at, (before + start + odd * TILE) // 8 * 8 + at, beta,
+                    exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
         tile = count // (2 * TILE) * 2
@@ -722,7 +722,7 @@ def tiger_float16_small(
         if start + TILE <= count:
             tiger_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                (before + start) // 8 * 8 + at, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                numbered(before + start, at), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                 minus_lr, step_key, stream_key, False,
             )
         for part in tl.static_range(TILE // LESS):
@@ -731,7 +731,7 @@ def tiger_float16_small(
                 live = few < count - start
                 tiger_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    (before + start) // 8 * 8 + few, beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
                     minus_lr, step_key, stream_key, True,
                 )
 

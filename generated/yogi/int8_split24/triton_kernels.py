@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from optgen.runtime.triton_prelude import (
-    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, opaque,
-    pointer, put, reciprocal, rotl, rounded, sign, widened,
+    apart, block_magnitude, block_max, block_min, byte, counter, get, inverse, joined, minus, numbered,
+    opaque, pointer, put, reciprocal, rotl, rounded, sign, widened,
 )
 
 
@@ -172,7 +172,7 @@ def yogi_float32(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                     exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, exp_avg_sq_ptr + start + odd * TILE,
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at, at_block, at, at_block,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
@@ -182,7 +182,7 @@ def yogi_float32(
             yogi_float32_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
                 exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                 step_key, stream_key, False,
             )
@@ -195,9 +195,9 @@ def yogi_float32(
                     p_ptr + start, g_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                    scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                    step_key, stream_key, True,
                 )
 
 
@@ -440,7 +440,7 @@ def yogi_bfloat16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
@@ -451,7 +451,7 @@ def yogi_bfloat16(
             yogi_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -464,9 +464,9 @@ def yogi_bfloat16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                    scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                    step_key, stream_key, True,
                 )
 
 
@@ -570,7 +570,7 @@ def yogi_bfloat16_small(
                 yogi_bfloat16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
@@ -580,7 +580,7 @@ def yogi_bfloat16_small(
         if start + TILE <= count:
             yogi_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                 False,
@@ -591,7 +591,7 @@ def yogi_bfloat16_small(
                 live = few < count - start
                 yogi_bfloat16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     True,
@@ -770,7 +770,7 @@ def yogi_float16(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_scale_ptr + pair * (2 * BLOCKS) + odd * BLOCKS,
                     exp_avg_sq_ptr + start + odd * TILE, exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, at,
-                    at_block, at, at_block, (before + start + odd * TILE) // 8 * 8 + at, beta1,
+                    at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
@@ -781,7 +781,7 @@ def yogi_float16(
             yogi_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                 exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                at_block, at, at_block, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
             )
@@ -794,9 +794,9 @@ def yogi_float16(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
                     exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
                     exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                    scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
+                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                    step_key, stream_key, True,
                 )
 
 
@@ -918,7 +918,7 @@ def yogi_float16_small(
                 yogi_float16_small_tile(
                     p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, weight_low_ptr + start + odd * TILE,
                     exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE, at, at,
-                    (before + start + odd * TILE) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                    numbered(before + start + odd * TILE, at), beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
@@ -928,7 +928,7 @@ def yogi_float16_small(
         if start + TILE <= count:
             yogi_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, (before + start) // 8 * 8 + at, beta1, one_minus_lr_times_weight_decay,
+                at, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                 False,
@@ -939,7 +939,7 @@ def yogi_float16_small(
                 live = few < count - start
                 yogi_float16_small_tile(
                     p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, (before + start) // 8 * 8 + few, beta1, one_minus_lr_times_weight_decay,
+                    live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     True,
