@@ -31,7 +31,7 @@ CALLED = frozenset(
     "abs both choose divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign minus block_max block_min block_magnitude quotient sqrt "
-    "widened counter joined byte apart rounded within opaque packed unpacked term fold down axis_max axis_min "
+    "widened counter joined byte apart rounded within numbered opaque packed unpacked term fold down axis_max axis_min "
     "lookup search".split()
 )
 

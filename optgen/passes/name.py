@@ -23,7 +23,7 @@ RESERVED = {
     *"get put pointer reciprocal inverse rint sign minus rotl block_max block_min block_magnitude".split(),
     "lookup",
     "search",
-    *"widened counter joined byte apart rounded within opaque packed unpacked at_eight live_eight".split(),
+    *"widened counter joined byte apart rounded within numbered opaque packed unpacked at_eight live_eight".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger axis_max axis_min axes dims indices".split(),
     *"both choose divide either exp floor log negated power root smaller".split(),
