@@ -23,6 +23,11 @@ settings.register_profile("full", max_examples=500, **_common)
 settings.load_profile("daily")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """torch.testing._internal loads a profile of its own when a module imports it, of 10 examples: ours again."""
+    settings.load_profile(session.config.getoption("--hypothesis-profile") or "daily")
+
+
 # Triton decides when a kernel is decorated, so one process either interprets or compiles: this one interprets.
 # Tests that compile start a process of their own (see `compiling`).
 os.environ["TRITON_INTERPRET"] = "1"

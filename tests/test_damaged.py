@@ -189,7 +189,7 @@ def test_state_dicts(cls: Any, plan: str) -> None:
         outcomes["loaded"] += 1
 
     check()
-    assert all(outcomes.values()), outcomes
+    assert min(outcomes.values()) > 2, outcomes
 
 
 def test_states_whose_memory_was_freed() -> None:
@@ -273,6 +273,7 @@ def test_files_with_a_true_checksum(tmp_path: Path) -> None:
     save_checkpoint(path, *reversed(other))
     foreign = copy.deepcopy(files.read(path))
     fresh, before = (model, opt), everything(model, opt)
+    written: list[int] = []
 
     @given(SEEDS)
     def check(seed: int) -> None:
@@ -284,7 +285,8 @@ def test_files_with_a_true_checksum(tmp_path: Path) -> None:
             with path.open("wb") as file:
                 files._write_zip(file, broken)
         except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
-            return  # no such file can be written
+            return  # such content cannot be written: there is nothing to load
+        written.append(seed)
         try:
             load_checkpoint(path, opt, model)
         except (ValueError, TypeError) as error:
@@ -300,6 +302,7 @@ def test_files_with_a_true_checksum(tmp_path: Path) -> None:
         as_it_stands(opt, broken["optimizer"])
 
     check()
+    assert len(written) > 10  # most can be
 
 
 @pytest.mark.parametrize("package", ["ours", "torch"])
@@ -314,6 +317,7 @@ def test_files_without_a_checksum(tmp_path: Path, package: str) -> None:
     torch.save(opt.state_dict(), path)
     torch.save(model.state_dict(), weights)
     whole = path.read_bytes()
+    written: list[int] = []
 
     @given(SEEDS)
     def check(seed: int) -> None:
@@ -328,6 +332,7 @@ def test_files_without_a_checksum(tmp_path: Path, package: str) -> None:
                 torch.save(content, file)
             except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
                 return
+            written.append(seed)
             broken = file.getvalue()
         path.write_bytes(broken)
         target.unlink(missing_ok=True)
@@ -346,6 +351,7 @@ def test_files_without_a_checksum(tmp_path: Path, package: str) -> None:
         assert path.read_bytes() == broken
 
     check()
+    assert len(written) > 10  # of the half that is damaged within
 
 
 # -- torch.distributed.checkpoint ---------------------------------------------------------------------------------
