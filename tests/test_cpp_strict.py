@@ -15,7 +15,7 @@ from tests import harness
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
 
-SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (3000,)]
+SHAPES = [(), (1,), (15,), (63,), (64,), (1025,), (16, 64), (5, 70), (3, 7, 11), (40, 147), (3, 320), (5000,)]
 CASES = [
     *(("adamw", plan, "bfloat16", {}) for plan in ("fp32", "bf16", "bf16_sr", "bf16_kahan", "fp32_master", "split32")),
     *(("adamw", plan, "bfloat16", {}) for plan in ("int8_split24", "int8_rn_split24", "flashoptim")),
@@ -80,6 +80,20 @@ def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) ->
     pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of(plan), "bfloat16", "strict"), tmp_path)
     one, two, seven = (steps(pair, "bfloat16", "bfloat16", ISAS[0].name, threads) for threads in (1, 2, 7))
     for a, b, c in zip(one, two, seven, strict=True):
+        for name in a:
+            assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
+
+
+def test_tiles_of_any_size_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as the first-level cache allows: states go from one machine to another."""
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    found = []
+    for elements in (1024, 2048, 8192):
+        monkeypatch.setattr(native, "tile", lambda elements=elements: elements)
+        monkeypatch.setattr(native, "_known", {})
+        found.append(steps(pair, "bfloat16", "bfloat16", ISAS[0].name, 2))
+    for a, b, c in zip(*found, strict=True):
         for name in a:
             assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
 

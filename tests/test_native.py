@@ -271,6 +271,35 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.isa().name == "avx2"
 
 
+def test_tiles_are_as_large_as_the_first_level_cache_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "CACHES", tmp_path)
+    for size, expected in (("", 1024), ("32K", 1024), ("48K", 2048), ("128K", 2048), ("1M", 1024), ("K", 1024)):
+        for k, (kind, said) in enumerate((("Instruction", "64K"), ("Data", size))):
+            folder = tmp_path / f"index{k}"
+            folder.mkdir(exist_ok=True)
+            for name, text in (("level", "1"), ("type", kind), ("size", said)):
+                (folder / name).write_text(f"{text}\n")
+        native.tile.cache_clear()
+        assert native.tile() == expected, size
+    shutil.rmtree(tmp_path / "index1")
+    native.tile.cache_clear()
+    assert native.tile() == 1024
+    assert "-DOPTGEN_TILE=1024" in native.Job("f", "").flags(native.isa())
+    native.tile.cache_clear()
+
+
+def test_flags_that_only_gcc_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = "g++ 1.0\nCopyright (C) 2022 Free Software Foundation, Inc."
+    for name, text, flags in (("one", said, native.GCC_FLAGS), ("two", "clang version 19", ())):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho '{text}'\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        by = native.compiler()
+        assert by is not None
+        assert (by.version, by.flags) == (text.partition("\n")[0], flags)
+
+
 def test_an_isa_that_the_cpu_has_not_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cpu_flags", frozenset)
     monkeypatch.setenv("OPTGEN_ISA", "avx2")

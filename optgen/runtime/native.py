@@ -50,6 +50,13 @@ FLAGS = (
 """Never -ffast-math: linked in, it flushes subnormals to zero in the whole process.  What is not warned of: the
 compilers' own headers leave registers undefined on purpose, and shifts beside sums are meant as printed."""
 
+GCC_FLAGS = ("-fschedule-insns", "-fsched-pressure")
+"""Neighbours of a loop that was written out are interleaved, so that a processor finds more to do at a time: 4 to 6 %
+of a step (Zen 5, AdamW int8_split24, AVX-512 and AVX2), for 0.15 s to compile.  clang does so by itself."""
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+"""Where Linux says how large they are."""
+
 TIMEOUT = 120.0
 """Seconds for one run of the compiler; a kernel takes about one."""
 
@@ -94,6 +101,21 @@ ISAS = (
 
 
 @functools.cache
+def tile() -> int:
+    """Elements of a tile: where the first-level cache has 48 KiB and more, twice as many.
+
+    At the end of each loop over a tile a processor runs dry.  AdamW int8_split24 keeps 16 B of an element from loop to
+    loop; tiles of 2048 instead of 1024 elements save 5 % of its step in cache and 10 % beyond (Zen 5, 48 KiB).
+    """
+    for index in sorted(CACHES.glob("index*")):
+        with suppress(OSError, ValueError):
+            said = [(index / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size")]
+            if said[:2] == ["1", "Data"] and said[2].endswith("K"):
+                return 2048 if int(said[2][:-1]) >= 48 else 1024
+    return 1024
+
+
+@functools.cache
 def cpu_flags() -> frozenset[str]:
     """What of `Isa.needs` this CPU has, under a kernel that saves its registers."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -127,10 +149,11 @@ def isa() -> Isa:
 
 @dataclass(frozen=True)
 class Compiler:
-    """How to call it, and what it says that it is."""
+    """How to call it, what it says that it is, and flags that others do not know."""
 
     command: tuple[str, ...]
     version: str
+    flags: tuple[str, ...] = ()
 
 
 def compiler() -> Compiler | None:
@@ -147,7 +170,9 @@ def _compiler(asked: str, path: str) -> Compiler | None:
             continue
         command = (os.path.abspath(found), *words[1:])
         with suppress(Unavailable):
-            return Compiler(command, _run([*command, "--version"]).strip().partition("\n")[0])
+            said = _run([*command, "--version"]).strip()
+            own = GCC_FLAGS if "Free Software Foundation" in said else ()
+            return Compiler(command, said.partition("\n")[0], own)
     return None
 
 
@@ -365,7 +390,7 @@ class Job:
     held: bool = False
 
     def flags(self, isa: Isa) -> list[str]:
-        defines = [f"-D{define}" for define in self.defines]
+        defines = [f"-D{define}" for define in (*self.defines, f"OPTGEN_TILE={tile()}")]
         return [*FLAGS, *(isa.flags if self.vector else ()), f"-I{HEADERS}", *defines]
 
 
@@ -381,7 +406,7 @@ def _headers() -> str:
 
 def _stamp(job: Job, by: Compiler, isa: Isa) -> bytes:
     """Hash of everything that shapes the library.  The folder of the headers does not: their text does."""
-    flags = [flag for flag in job.flags(isa) if not flag.startswith("-I")]
+    flags = [flag for flag in (*job.flags(isa), *by.flags) if not flag.startswith("-I")]
     parts = [ABI, sys.platform, platform.machine(), isa.name, by.command, by.version, flags, _headers(), job.source]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
@@ -472,7 +497,7 @@ def _compile(job: Job, by: Compiler, isa: Isa, stamp: bytes, work: Path) -> tupl
     start their threads side by side.  Where there is none of that kind, its own is linked; at last, none."""
     source, made = work / f"{job.name}.cpp", work / f"{job.name}.o"
     source.write_text(job.source, encoding="utf-8")
-    flags = [*job.flags(isa), f'-DOPTGEN_STAMP="{stamp.hex()}"']
+    flags = [*job.flags(isa), *by.flags, f'-DOPTGEN_STAMP="{stamp.hex()}"']
     problem: Exception | None = None
     for attempt, (openmp, link) in enumerate(((["-fopenmp"], []), (["-fopenmp"], ["-fopenmp"]), ([], []))):
         library = work / f"{attempt}.so"  # a name that was opened is not opened again

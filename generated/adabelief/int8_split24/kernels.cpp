@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adabelief_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -102,6 +102,8 @@ struct adabelief_float32 {
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_var_middle_2(exp_avg_var_middle_2_kept[b]);
             const I exp_avg_var_step(exp_avg_var_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -182,8 +184,6 @@ struct adabelief_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -252,7 +252,7 @@ struct adabelief_float32_small {
 
 template <class Grad>
 struct adabelief_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -377,25 +377,6 @@ struct adabelief_bfloat16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adabelief.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_var_sqrt = load(exp_avg_var_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
-                // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_var_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -427,9 +408,28 @@ struct adabelief_bfloat16 {
             store(exp_avg_var_range_at + b, exp_avg_var_header_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_var_sqrt = load(exp_avg_var_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 20  p = decoupled(p, lr, weight_decay)
+                // 25  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_var_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -524,7 +524,7 @@ struct adabelief_bfloat16_small {
 
 template <class Grad>
 struct adabelief_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -649,8 +649,40 @@ struct adabelief_float16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_var_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_var_above = (exp_avg_var_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_var_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_var_units = min(I(64), max(I(1), exp_avg_var_above - max(I(128), exp_avg_var_below)));
+            const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
+            const I exp_avg_var_start = exp_avg_var_first << 22;
+            const I exp_avg_var_half = exp_avg_var_units * 10240;
+            const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
+            const I exp_avg_var_base_sub = 0x5f700000 - exp_avg_var_base;
+            const I exp_avg_var_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_var_units)));
+            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
+            const I exp_avg_var_half_add = exp_avg_var_half * exp_avg_var_scale - 0x800000;
+            const I exp_avg_var_header_2 = exp_avg_var_first - 128 << 8 | exp_avg_var_cells_2;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_var_half_add_kept + b, exp_avg_var_half_add);
+            store(exp_avg_var_base_kept + b, exp_avg_var_base);
+            store(exp_avg_var_base_sub_kept + b, exp_avg_var_base_sub);
+            store(exp_avg_var_scale_kept + b, exp_avg_var_scale);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+            store(exp_avg_var_range_at + b, exp_avg_var_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adabelief.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -688,40 +720,8 @@ struct adabelief_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_var_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_var_above = (exp_avg_var_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_var_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_var_units = min(I(64), max(I(1), exp_avg_var_above - max(I(128), exp_avg_var_below)));
-            const I exp_avg_var_first = exp_avg_var_above - exp_avg_var_units;
-            const I exp_avg_var_start = exp_avg_var_first << 22;
-            const I exp_avg_var_half = exp_avg_var_units * 10240;
-            const I exp_avg_var_base = exp_avg_var_start + exp_avg_var_half;
-            const I exp_avg_var_base_sub = 0x5f700000 - exp_avg_var_base;
-            const I exp_avg_var_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_var_units)));
-            const I exp_avg_var_scale = exp_avg_var_cells_2 << 2;
-            const I exp_avg_var_half_add = exp_avg_var_half * exp_avg_var_scale - 0x800000;
-            const I exp_avg_var_header_2 = exp_avg_var_first - 128 << 8 | exp_avg_var_cells_2;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_var_half_add_kept + b, exp_avg_var_half_add);
-            store(exp_avg_var_base_kept + b, exp_avg_var_base);
-            store(exp_avg_var_base_sub_kept + b, exp_avg_var_base_sub);
-            store(exp_avg_var_scale_kept + b, exp_avg_var_scale);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_var_range_at + b, exp_avg_var_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_var_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

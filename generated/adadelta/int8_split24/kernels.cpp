@@ -25,7 +25,7 @@ namespace {
 
 template <class Grad>
 struct adadelta_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -108,6 +108,8 @@ struct adadelta_float32 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -209,8 +211,6 @@ struct adadelta_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
@@ -283,7 +283,7 @@ struct adadelta_float32_small {
 
 template <class Grad>
 struct adadelta_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -367,6 +367,8 @@ struct adadelta_bfloat16 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -472,8 +474,6 @@ struct adadelta_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);
@@ -572,7 +572,7 @@ struct adadelta_bfloat16_small {
 
 template <class Grad>
 struct adadelta_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -656,6 +656,8 @@ struct adadelta_float16 {
         // -- elements: decode, update, encode  (specs/adadelta.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I acc_delta_middle_2(acc_delta_middle_2_kept[b]);
             const I acc_delta_step(acc_delta_step_kept[b]);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
@@ -781,8 +783,6 @@ struct adadelta_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(acc_delta_at, b + TILE / BLOCK);

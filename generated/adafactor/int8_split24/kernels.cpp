@@ -1023,6 +1023,7 @@ struct adafactor_float32_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1083,7 +1084,6 @@ struct adafactor_float32_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);
@@ -1412,6 +1412,8 @@ struct adafactor_bfloat16_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1477,8 +1479,6 @@ struct adafactor_bfloat16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);
@@ -1779,6 +1779,8 @@ struct adafactor_float16_no_factored_3 {
         // -- elements: decode, update, encode  (specs/adafactor.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I variance_middle_2(variance_middle_2_kept[b]);
             const I variance_step(variance_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -1864,8 +1866,6 @@ struct adafactor_float16_no_factored_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(variance_at, b + TILE / BLOCK);
             const I variance_half_add(variance_half_add_kept[b]);

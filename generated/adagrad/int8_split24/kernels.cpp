@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adagrad_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -84,6 +84,7 @@ struct adagrad_float32 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -142,7 +143,6 @@ struct adagrad_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);
@@ -197,7 +197,7 @@ struct adagrad_float32_small {
 
 template <class Grad>
 struct adagrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -261,6 +261,8 @@ struct adagrad_bfloat16 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -323,8 +325,6 @@ struct adagrad_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);
@@ -404,7 +404,7 @@ struct adagrad_bfloat16_small {
 
 template <class Grad>
 struct adagrad_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -468,6 +468,8 @@ struct adagrad_float16 {
         // -- elements: decode, update, encode  (specs/adagrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I sum_middle_2(sum_middle_2_kept[b]);
             const I sum_step(sum_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -550,8 +552,6 @@ struct adagrad_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(sum_at, b + TILE / BLOCK);
             const I sum_half_add(sum_half_add_kept[b]);

@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adam_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -105,6 +105,7 @@ struct adam_float32 {
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -179,6 +180,7 @@ struct adam_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -217,8 +219,6 @@ struct adam_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -279,7 +279,7 @@ struct adam_float32_small {
 
 template <class Grad>
 struct adam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -405,24 +405,6 @@ struct adam_bfloat16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), p);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -451,9 +433,30 @@ struct adam_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_2 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_2, scalar_3), p);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -492,9 +495,6 @@ struct adam_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -580,7 +580,7 @@ struct adam_bfloat16_small {
 
 template <class Grad>
 struct adam_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -662,6 +662,7 @@ struct adam_float16 {
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -760,6 +761,8 @@ struct adam_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -798,9 +801,6 @@ struct adam_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -906,7 +906,7 @@ struct adam_float16_small {
 
 template <class Grad>
 struct adam_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1005,6 +1005,7 @@ struct adam_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1112,6 +1113,8 @@ struct adam_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1156,9 +1159,6 @@ struct adam_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1224,7 +1224,7 @@ struct adam_float32_amsgrad_small {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1385,24 +1385,6 @@ struct adam_bfloat16_amsgrad {
             smallest_of_block_2_kept[b] = smallest_of_block_2;
         }
 
-        // -- elements: decode, update, encode  (specs/adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_2, scalar_3), p);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1447,9 +1429,31 @@ struct adam_bfloat16_amsgrad {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                // 29  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_2 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_2, scalar_3), p);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1494,10 +1498,6 @@ struct adam_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1588,7 +1588,7 @@ struct adam_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adam_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1688,6 +1688,8 @@ struct adam_float16_amsgrad {
         // -- elements: decode, update, encode  (specs/adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1819,6 +1821,8 @@ struct adam_float16_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1863,10 +1867,6 @@ struct adam_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

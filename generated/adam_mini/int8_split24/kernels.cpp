@@ -84,6 +84,7 @@ struct adam_mini_float32_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -121,7 +122,6 @@ struct adam_mini_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -402,6 +402,7 @@ struct adam_mini_bfloat16_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -440,7 +441,6 @@ struct adam_mini_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -974,6 +974,7 @@ struct adam_mini_float32_no_by_rows_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1011,7 +1012,6 @@ struct adam_mini_float32_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1292,6 +1292,7 @@ struct adam_mini_bfloat16_no_by_rows_1 {
         // -- elements: decode, update, encode  (specs/adam_mini.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F m_scale_mul(m_scale_mul_kept[b]);
             I m_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1330,7 +1331,6 @@ struct adam_mini_bfloat16_no_by_rows_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(m_at, b + TILE / BLOCK);
             const F m_divisor_mul(m_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

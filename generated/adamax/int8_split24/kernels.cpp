@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adamax_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -100,6 +100,8 @@ struct adamax_float32 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -178,8 +180,6 @@ struct adamax_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -246,7 +246,7 @@ struct adamax_float32_small {
 
 template <class Grad>
 struct adamax_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -324,6 +324,8 @@ struct adamax_bfloat16 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -407,8 +409,6 @@ struct adamax_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);
@@ -501,7 +501,7 @@ struct adamax_bfloat16_small {
 
 template <class Grad>
 struct adamax_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -579,6 +579,8 @@ struct adamax_float16 {
         // -- elements: decode, update, encode  (specs/adamax.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_inf_middle_2(exp_inf_middle_2_kept[b]);
             const I exp_inf_step(exp_inf_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -681,8 +683,6 @@ struct adamax_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_inf_at, b + TILE / BLOCK);

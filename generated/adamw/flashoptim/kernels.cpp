@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -75,6 +75,8 @@ struct adamw_float32 {
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -124,8 +126,6 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
@@ -144,7 +144,7 @@ struct adamw_float32 {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -226,8 +226,25 @@ struct adamw_bfloat16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
+            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -261,25 +278,8 @@ struct adamw_bfloat16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
@@ -298,7 +298,7 @@ struct adamw_bfloat16 {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -380,8 +380,25 @@ struct adamw_float16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
+            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -413,25 +430,8 @@ struct adamw_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
@@ -450,7 +450,7 @@ struct adamw_float16 {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -513,6 +513,8 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
@@ -580,8 +582,6 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
@@ -604,7 +604,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -710,8 +710,31 @@ struct adamw_bfloat16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
+            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
+            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
+            store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -745,31 +768,8 @@ struct adamw_bfloat16_amsgrad {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-            store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
@@ -791,7 +791,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = 512, SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -897,8 +897,31 @@ struct adamw_float16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
+            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
+            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
+            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
+            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
+            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
+            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
+            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
+            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
+            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
+            store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -930,31 +953,8 @@ struct adamw_float16_amsgrad {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_top));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_3;
-            const F exp_avg_scale_mul_2 = 254.0f * exp_avg_scale_rcp;
-            const F exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(exp_avg_sq_top));
-            const F exp_avg_sq_scale_mul_2 = 255.0f / exp_avg_sq_scale_3;
-            const F max_exp_avg_sq_scale_3 = max(F(9.999999960041972e-13f), as_float(max_exp_avg_sq_top));
-            const F max_exp_avg_sq_scale_mul_2 = 255.0f / max_exp_avg_sq_scale_3;
-            store(exp_avg_scale_mul_2_kept + b, exp_avg_scale_mul_2);
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_mul_2_kept + b, exp_avg_sq_scale_mul_2);
-            store(max_exp_avg_sq_scale_mul_2_kept + b, max_exp_avg_sq_scale_mul_2);
-            store(exp_avg_scale_at + b, narrow_half(exp_avg_scale_3));
-            store(exp_avg_sq_scale_at + b, narrow_half(exp_avg_sq_scale_3));
-            store(max_exp_avg_sq_scale_at + b, narrow_half(max_exp_avg_sq_scale_3));
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);

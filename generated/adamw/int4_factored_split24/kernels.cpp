@@ -66,7 +66,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_float32_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -151,6 +151,7 @@ struct adamw_float32_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -229,6 +230,7 @@ struct adamw_float32_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -267,8 +269,6 @@ struct adamw_float32_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -359,7 +359,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -485,25 +485,6 @@ struct adamw_bfloat16_vector {
             exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -537,9 +518,30 @@ struct adamw_bfloat16_vector {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -578,8 +580,6 @@ struct adamw_bfloat16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -689,7 +689,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float16_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -815,8 +815,42 @@ struct adamw_float16_vector {
             exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
+            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -854,42 +888,10 @@ struct adamw_float16_vector {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -928,8 +930,6 @@ struct adamw_float16_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -998,7 +998,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1104,6 +1104,7 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1215,6 +1216,8 @@ struct adamw_float32_amsgrad_vector {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1259,9 +1262,6 @@ struct adamw_float32_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1359,7 +1359,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1523,25 +1523,6 @@ struct adamw_bfloat16_amsgrad_vector {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1591,9 +1572,30 @@ struct adamw_bfloat16_amsgrad_vector {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1638,8 +1640,6 @@ struct adamw_bfloat16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1757,7 +1757,7 @@ struct adamw_float16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1921,45 +1921,6 @@ struct adamw_float16_amsgrad_vector {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
-                const I noise_and = noise & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -2009,9 +1970,50 @@ struct adamw_float16_amsgrad_vector {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -2056,8 +2058,6 @@ struct adamw_float16_amsgrad_vector {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -2349,6 +2349,7 @@ struct adamw_float32_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2395,7 +2396,6 @@ struct adamw_float32_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -2737,6 +2737,8 @@ struct adamw_bfloat16_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2788,8 +2790,6 @@ struct adamw_bfloat16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -2945,6 +2945,8 @@ struct adamw_float16_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3016,8 +3018,6 @@ struct adamw_float16_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -3372,6 +3372,7 @@ struct adamw_float32_amsgrad_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3422,7 +3423,6 @@ struct adamw_float32_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -3846,6 +3846,8 @@ struct adamw_bfloat16_amsgrad_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3901,8 +3903,6 @@ struct adamw_bfloat16_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -4079,6 +4079,8 @@ struct adamw_float16_amsgrad_7 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4154,8 +4156,6 @@ struct adamw_float16_amsgrad_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

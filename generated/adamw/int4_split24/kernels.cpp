@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -109,6 +109,7 @@ struct adamw_float32 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -187,6 +188,7 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -225,8 +227,6 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -291,7 +291,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -417,25 +417,6 @@ struct adamw_bfloat16 {
             exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -469,9 +450,30 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -510,8 +512,6 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -601,7 +601,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -727,8 +727,42 @@ struct adamw_float16 {
             exp_avg_sq_pattern_block_min_kept[b] = exp_avg_sq_pattern_block_min;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
+            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
+            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
+            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
+            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
+            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
+            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
+            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -766,42 +800,10 @@ struct adamw_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_pattern_block_min = smallest(exp_avg_sq_pattern_block_min_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f5ffffe), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_units = max(I(0), (exp_avg_sq_largest >> 22) - max(I(128), exp_avg_sq_pattern_block_min >> 22)) + 3;
-            const I exp_avg_sq_step_3 = bits(fma(2097152.0f, 1.0f / to_float(to_int(16.5f / to_float(min(I(16), exp_avg_sq_units)))), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_margin = (exp_avg_sq_step_3 << 1 >> 1) + 1;
-            const I exp_avg_sq_above = (exp_avg_sq_largest + exp_avg_sq_margin >> 22) + 1;
-            const I exp_avg_sq_below = exp_avg_sq_pattern_block_min - exp_avg_sq_margin >> 22;
-            const I exp_avg_sq_units_2 = min(I(16), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units_2;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = to_int(16.5f / to_float(exp_avg_sq_units_2));
-            const I exp_avg_sq_step_4 = bits(fma(2097152.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_step_5 = exp_avg_sq_step_4 << 1;
-            const I exp_avg_sq_step_shr = exp_avg_sq_step_5 >> 1;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + exp_avg_sq_step_shr;
-            const I exp_avg_sq_half = exp_avg_sq_step_shr + 1;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f5ffffe - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_5_kept + b, exp_avg_sq_step_5);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -840,8 +842,6 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -951,7 +951,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1057,6 +1057,7 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step_2(exp_avg_sq_step_2_kept[b]);
             const I max_exp_avg_sq_middle_2(max_exp_avg_sq_middle_2_kept[b]);
@@ -1168,6 +1169,8 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1212,9 +1215,6 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1286,7 +1286,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1450,25 +1450,6 @@ struct adamw_bfloat16_amsgrad {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1518,9 +1499,30 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1565,8 +1567,6 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1664,7 +1664,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1828,45 +1828,6 @@ struct adamw_float16_amsgrad {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
-                const I noise_and = noise & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1916,9 +1877,50 @@ struct adamw_float16_amsgrad {
             store(max_exp_avg_sq_range_at + b, max_exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_and = noise & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1963,8 +1965,6 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

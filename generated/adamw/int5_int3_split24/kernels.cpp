@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -102,6 +102,8 @@ struct adamw_float32 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -158,6 +160,8 @@ struct adamw_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -194,10 +198,6 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -269,7 +269,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -389,8 +389,20 @@ struct adamw_bfloat16 {
             largest_of_block_kept[b] = largest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
+            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -408,20 +420,11 @@ struct adamw_bfloat16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
-            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
-            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
-            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -458,9 +461,6 @@ struct adamw_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -558,7 +558,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -678,8 +678,20 @@ struct adamw_float16 {
             largest_of_block_kept[b] = largest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
+            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -717,20 +729,11 @@ struct adamw_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
-            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
-            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
-            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -767,9 +770,6 @@ struct adamw_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -887,7 +887,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -981,6 +981,8 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_start(exp_avg_sq_start_kept[b]);
             const I max_exp_avg_sq_start(max_exp_avg_sq_start_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1063,6 +1065,8 @@ struct adamw_float32_amsgrad {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1086,21 +1090,6 @@ struct adamw_float32_amsgrad {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
-                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
-                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
-                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1114,12 +1103,23 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
+            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
+                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
+                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
+                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1200,7 +1200,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1350,25 +1350,6 @@ struct adamw_bfloat16_amsgrad {
             largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1391,9 +1372,31 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_peak_at + b, max_exp_avg_sq_top_2);
         }
 
+        // -- elements: decode, update, encode  (specs/adamw.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_sqrt, scalar_3, scalar_4), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1417,21 +1420,6 @@ struct adamw_bfloat16_amsgrad {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
-                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
-                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
-                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1445,11 +1433,23 @@ struct adamw_bfloat16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
+            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
+                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
+                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
+                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1556,7 +1556,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {2, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1706,8 +1706,31 @@ struct adamw_float16_amsgrad {
             largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
+            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
+            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
+            const I max_exp_avg_sq_largest_add = max_exp_avg_sq_largest - 0x20000000;
+            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_largest_add) * 3.337860619012645e-07f;
+            const I max_exp_avg_sq_point = to_int(max_exp_avg_sq_place);
+            const I max_exp_avg_sq_rest = max_exp_avg_sq_largest_add - max_exp_avg_sq_point * 0x2db6db;
+            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(0x16dcda < max_exp_avg_sq_rest);
+            const I max_exp_avg_sq_top_2 = max(I(7), max_exp_avg_sq_point_2);
+            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
+            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
+            store(max_exp_avg_sq_start_2_kept + b, max_exp_avg_sq_start_2);
+            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
+            store(max_exp_avg_sq_peak_at + b, max_exp_avg_sq_top_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1745,31 +1768,11 @@ struct adamw_float16_amsgrad {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I largest_of_block_2 = largest(largest_of_block_2_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_point = to_int(-floor(fma(-to_float(exp_avg_sq_largest - 0x20000000), 3.337860619012645e-07f, 0.0009765625f)));
-            const I exp_avg_sq_top_2 = max(I(7), exp_avg_sq_point);
-            const I exp_avg_sq_start_2 = (exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
-            const I max_exp_avg_sq_largest = min(I(0x5f524924), max(I(0x20000000), largest_of_block_2));
-            const I max_exp_avg_sq_largest_add = max_exp_avg_sq_largest - 0x20000000;
-            const F max_exp_avg_sq_place = to_float(max_exp_avg_sq_largest_add) * 3.337860619012645e-07f;
-            const I max_exp_avg_sq_point = to_int(max_exp_avg_sq_place);
-            const I max_exp_avg_sq_rest = max_exp_avg_sq_largest_add - max_exp_avg_sq_point * 0x2db6db;
-            const I max_exp_avg_sq_point_2 = max_exp_avg_sq_point + to_int(0x16dcda < max_exp_avg_sq_rest);
-            const I max_exp_avg_sq_top_2 = max(I(7), max_exp_avg_sq_point_2);
-            const I max_exp_avg_sq_start_2 = (max_exp_avg_sq_top_2 - 7) * 0x2db6db + 0x20000000;
-            store(exp_avg_sq_start_2_kept + b, exp_avg_sq_start_2);
-            store(max_exp_avg_sq_start_2_kept + b, max_exp_avg_sq_start_2);
-            store(exp_avg_sq_peak_at + b, exp_avg_sq_top_2);
-            store(max_exp_avg_sq_peak_at + b, max_exp_avg_sq_top_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             const I exp_avg_sq_start_2(exp_avg_sq_start_2_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1793,21 +1796,6 @@ struct adamw_float16_amsgrad {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
-                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
-                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
-                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
-                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
-                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
-                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1821,11 +1809,23 @@ struct adamw_float16_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
-            fetch<BLOCK * 1 / 8>(exp_avg_high_packed, b + TILE / BLOCK);
             fetch<BLOCK * 2 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(exp_avg_sq_high_packed, b + TILE / BLOCK);
+            const I max_exp_avg_sq_start_2(max_exp_avg_sq_start_2_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F max_exp_avg_sq_sqrt = load(max_exp_avg_sq_sqrt_kept + i);
+                const F max_exp_avg_sq_under = to_float(max(I(0), min(I(0x5f524924), bits(max_exp_avg_sq_sqrt)) - max_exp_avg_sq_start_2));
+                const F max_exp_avg_sq_exact = min(F(7.0f), 3.337860619012645e-07f * max_exp_avg_sq_under);
+                const I max_exp_avg_sq_code_3 = bits(max_exp_avg_sq_exact + 12582912.0f) - 0x4b400000;
+                const I max_exp_avg_sq_piece_2 = max_exp_avg_sq_code_3 >> 2;
+                store(max_exp_avg_sq_at + i, max_exp_avg_sq_code_3);
+                store(max_exp_avg_sq_high_at + i, max_exp_avg_sq_piece_2);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 2 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 1 / 8>(max_exp_avg_sq_high_packed, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

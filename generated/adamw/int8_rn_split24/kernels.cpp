@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -82,6 +82,8 @@ struct adamw_float32 {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul(exp_avg_sq_scale_mul_kept[b]);
             const F exp_avg_sq_scale_mul_2(exp_avg_sq_scale_mul_2_kept[b]);
@@ -135,8 +137,6 @@ struct adamw_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -197,7 +197,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -291,24 +291,6 @@ struct adamw_bfloat16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
-                const I p_word = bits_or_nan(p_3) + 0x8080;
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -326,9 +308,27 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_value = load(exp_avg_sq_value_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(exp_avg_sq_value, scalar_4, scalar_5), p_2);
+                const I p_word = bits_or_nan(p_3) + 0x8080;
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -395,7 +395,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -489,8 +489,26 @@ struct adamw_float16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -525,26 +543,8 @@ struct adamw_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -629,7 +629,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -710,6 +710,8 @@ struct adamw_float32_amsgrad {
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F max_exp_avg_sq_scale_mul(max_exp_avg_sq_scale_mul_kept[b]);
             const F max_exp_avg_sq_scale_mul_2(max_exp_avg_sq_scale_mul_2_kept[b]);
             const I max_exp_avg_sq_scale_bitcast(max_exp_avg_sq_scale_bitcast_kept[b]);
@@ -783,8 +785,6 @@ struct adamw_float32_amsgrad {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
@@ -854,7 +854,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -982,24 +982,6 @@ struct adamw_bfloat16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
-                const I p_word = bits_or_nan(p_3) + 0x8080;
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1023,10 +1005,28 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq_value = load(max_exp_avg_sq_value_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(max_exp_avg_sq_value, scalar_5, scalar_6), p_2);
+                const I p_word = bits_or_nan(p_3) + 0x8080;
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1101,7 +1101,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1229,8 +1229,33 @@ struct adamw_float16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
+            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
+            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
+            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
+            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
+            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
+            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1265,33 +1290,8 @@ struct adamw_float16_amsgrad {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const I max_exp_avg_sq_top = largest(max_exp_avg_sq_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_up = where(exp_avg_sq_top < 0x7f800000, max(I(0x24800000), exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I exp_avg_sq_divisor = min(I(0x5f7ffff0), exp_avg_sq_up & 0x7fffc000);
-            const F exp_avg_sq_divisor_mul = 255.0f / as_float(exp_avg_sq_divisor);
-            const I max_exp_avg_sq_up = where(max_exp_avg_sq_top < 0x7f800000, max(I(0x24800000), max_exp_avg_sq_top) + 16383, I(0x5fffc000));
-            const I max_exp_avg_sq_divisor = min(I(0x5f7ffff0), max_exp_avg_sq_up & 0x7fffc000);
-            const F max_exp_avg_sq_divisor_mul = 255.0f / as_float(max_exp_avg_sq_divisor);
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_sq_divisor_mul_kept + b, exp_avg_sq_divisor_mul);
-            store(max_exp_avg_sq_divisor_mul_kept + b, max_exp_avg_sq_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_up - 0x20000000 >> 14);
-            store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_up - 0x20000000 >> 14);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

@@ -65,7 +65,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_float32_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -147,20 +147,6 @@ struct adamw_float32_vector {
             largest_of_block_kept[b] = largest_of_block;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -176,9 +162,23 @@ struct adamw_float32_vector {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -254,7 +254,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -337,23 +337,6 @@ struct adamw_bfloat16_vector {
             largest_of_block_kept[b] = largest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -369,9 +352,26 @@ struct adamw_bfloat16_vector {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widened(p_stored);                      // bf16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -445,7 +445,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float16_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -528,21 +528,6 @@ struct adamw_float16_vector {
             largest_of_block_kept[b] = largest_of_block;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -558,9 +543,24 @@ struct adamw_float16_vector {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -637,7 +637,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -742,20 +742,6 @@ struct adamw_float32_amsgrad_vector {
             largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -777,10 +763,24 @@ struct adamw_float32_amsgrad_vector {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -868,7 +868,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -974,23 +974,6 @@ struct adamw_bfloat16_amsgrad_vector {
             largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1012,10 +995,27 @@ struct adamw_bfloat16_amsgrad_vector {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widened(p_stored);                      // bf16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -1101,7 +1101,7 @@ struct adamw_float16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -1207,21 +1207,6 @@ struct adamw_float16_amsgrad_vector {
             largest_of_block_2_kept[b] = largest_of_block_2;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1243,10 +1228,25 @@ struct adamw_float16_amsgrad_vector {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_top);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -1540,8 +1540,18 @@ struct adamw_float32_7 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1555,18 +1565,8 @@ struct adamw_float32_7 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1700,8 +1700,18 @@ struct adamw_bfloat16_7 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1718,18 +1728,8 @@ struct adamw_bfloat16_7 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1823,8 +1823,18 @@ struct adamw_float16_7 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1839,18 +1849,8 @@ struct adamw_float16_7 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2298,8 +2298,18 @@ struct adamw_float32_amsgrad_12 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2313,18 +2323,8 @@ struct adamw_float32_amsgrad_12 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2457,8 +2457,18 @@ struct adamw_bfloat16_amsgrad_12 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2475,18 +2485,8 @@ struct adamw_bfloat16_amsgrad_12 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2579,8 +2579,18 @@ struct adamw_float16_amsgrad_12 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+        }
+
         // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -2595,18 +2605,8 @@ struct adamw_float16_amsgrad_12 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x4800000), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

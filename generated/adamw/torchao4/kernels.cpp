@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -101,20 +101,6 @@ struct adamw_float32 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -129,9 +115,23 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -203,7 +203,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -284,8 +284,23 @@ struct adamw_bfloat16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
+            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
+            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
+            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
+            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
+            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
+            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
+            store(exp_avg_scale_at + b, exp_avg_scale_2);
+            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
+        }
+
         // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -301,23 +316,8 @@ struct adamw_bfloat16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_sq_top = largest(exp_avg_sq_top_kept + b);
-            const F exp_avg_scale_2 = as_float(where(exp_avg_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_top), I(0x7fc00000)));
-            const F exp_avg_scale_rcp = 1.0f / exp_avg_scale_2;
-            const F exp_avg_sq_scale_2 = as_float(where(exp_avg_sq_top < 0x7f800000, max(I(0x2b8cbccc), exp_avg_sq_top), I(0x7fc00000)));
-            const F exp_avg_sq_scale_rcp = 1.0f / exp_avg_sq_scale_2;
-            store(exp_avg_scale_rcp_kept + b, exp_avg_scale_rcp);
-            store(exp_avg_sq_scale_rcp_kept + b, exp_avg_sq_scale_rcp);
-            store(exp_avg_scale_at + b, exp_avg_scale_2);
-            store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -393,7 +393,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -474,21 +474,6 @@ struct adamw_float16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -503,9 +488,24 @@ struct adamw_float16 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -579,7 +579,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -680,20 +680,6 @@ struct adamw_float32_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -713,10 +699,24 @@ struct adamw_float32_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -800,7 +800,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -902,23 +902,6 @@ struct adamw_bfloat16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -938,10 +921,27 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widened(p_stored);                      // bf16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -1029,7 +1029,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 128, TILE = 2048, SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -1131,21 +1131,6 @@ struct adamw_float16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1165,10 +1150,25 @@ struct adamw_float16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(exp_avg_packed, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_4, scalar_5), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK * 4 / 8>(exp_avg_sq_packed, b + TILE / BLOCK);
             fetch<BLOCK * 4 / 8>(max_exp_avg_sq_packed, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);

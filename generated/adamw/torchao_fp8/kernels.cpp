@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -105,20 +105,6 @@ struct adamw_float32 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -137,9 +123,23 @@ struct adamw_float32 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -216,7 +216,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -301,23 +301,6 @@ struct adamw_bfloat16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -336,9 +319,26 @@ struct adamw_bfloat16 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widened(p_stored);                      // bf16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -419,7 +419,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -504,21 +504,6 @@ struct adamw_float16 {
             exp_avg_sq_top_kept[b] = exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq = load(exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -537,9 +522,24 @@ struct adamw_float16 {
             store(exp_avg_sq_scale_at + b, exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq = load(exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(exp_avg_sq), scalar_3, scalar_4), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -618,7 +618,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -725,20 +725,6 @@ struct adamw_float32_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -764,10 +750,24 @@ struct adamw_float32_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -860,7 +860,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -968,23 +968,6 @@ struct adamw_bfloat16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widened(p_stored);                      // bf16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                const I p_x_bits = bits(p_3);
-                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
-                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1010,10 +993,27 @@ struct adamw_bfloat16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widened(p_stored);                      // bf16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
+                const I p_x_bits = bits(p_3);
+                const I p_carry = (p_x_bits >> 16 & 1) + 32767;
+                store_half<2>(p_at + i, bits_or_nan(as_float(p_x_bits)) + p_carry);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);
@@ -1110,7 +1110,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 256, TILE = 4096, SCALARS = 8;
+    static constexpr int BLOCK = 256, TILE = elements_of_tile(256), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}, {1, ELEMENT, true}, {4, BLOCK_OF, true}};
 
@@ -1218,21 +1218,6 @@ struct adamw_float16_amsgrad {
             max_exp_avg_sq_top_kept[b] = max_exp_avg_sq_top;
         }
 
-        // -- elements: decode, update  (specs/adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const F p = widen_half(p_stored);                   // f16, nearest
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
-                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
-                store(p_at + i, narrow_half(p_3));
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1258,10 +1243,25 @@ struct adamw_float16_amsgrad {
             store(max_exp_avg_sq_scale_at + b, max_exp_avg_sq_scale_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F max_exp_avg_sq = load(max_exp_avg_sq_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const F p = widen_half(p_stored);                   // f16, nearest
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 30  p = decoupled(p, rate, weight_decay)
+                // 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-exp_avg, 1.0f / fma(sqrt(max_exp_avg_sq), scalar_3, scalar_4), p_2);
+                store(p_at + i, narrow_half(p_3));
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(max_exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_scale_rcp(exp_avg_scale_rcp_kept[b]);

@@ -27,7 +27,7 @@ namespace {
 
 template <class Grad>
 struct adan_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -219,21 +219,6 @@ struct adan_float32 {
             prev_grad_top_kept[b] = prev_grad_top;
         }
 
-        // -- elements: decode, update  (specs/adan.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_diff = load(exp_avg_diff_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
-                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -279,10 +264,25 @@ struct adan_float32 {
             store(prev_grad_scale_at + b, prev_grad_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F p = load(p_at + i);
+                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                store(p_at + i, p_3);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
@@ -377,7 +377,7 @@ struct adan_float32_small {
 
 template <class Grad>
 struct adan_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -572,26 +572,6 @@ struct adan_bfloat16 {
             prev_grad_top_kept[b] = prev_grad_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adan.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_diff = load(exp_avg_diff_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;      // 34  p = proximal(p, lr, weight_decay)
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -637,10 +617,30 @@ struct adan_bfloat16 {
             store(prev_grad_scale_at + b, prev_grad_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;      // 34  p = proximal(p, lr, weight_decay)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);
@@ -761,7 +761,7 @@ struct adan_bfloat16_small {
 
 template <class Grad>
 struct adan_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -956,46 +956,6 @@ struct adan_float16 {
             prev_grad_top_kept[b] = prev_grad_top;
         }
 
-        // -- elements: decode, update, encode  (specs/adan.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_diff = load(exp_avg_diff_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
-                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
-                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
-                const I noise_2_and = noise_2 & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1041,10 +1001,50 @@ struct adan_float16 {
             store(prev_grad_scale_at + b, prev_grad_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/adan.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_diff = load(exp_avg_diff_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                // 33  p = p - (avg_lr * exp_avg + diff_lr * exp_avg_diff) / denom
+                const F p_2 = fma(-fma(diff_lr, exp_avg_diff, avg_lr * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_6, scalar_7), p);
+                const F p_3 = one_over_one_plus_lr_times_weight_decay * p_2;  // 34  p = proximal(p, lr, weight_decay)
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_diff_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_grad_at, b + TILE / BLOCK);

@@ -26,7 +26,7 @@ namespace {
 
 template <class Grad>
 struct ademamix_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -190,21 +190,6 @@ struct ademamix_float32 {
             exp_avg_slow_top_kept[b] = exp_avg_slow_top;
         }
 
-        // -- elements: decode, update  (specs/ademamix.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_7, scalar_8), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -240,9 +225,26 @@ struct ademamix_float32 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update  (specs/ademamix.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 31  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_7, scalar_8), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -268,18 +270,6 @@ struct ademamix_float32 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -293,9 +283,19 @@ struct ademamix_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -362,7 +362,7 @@ struct ademamix_float32_small {
 
 template <class Grad>
 struct ademamix_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -529,26 +529,6 @@ struct ademamix_bfloat16 {
             exp_avg_slow_top_kept[b] = exp_avg_slow_top;
         }
 
-        // -- elements: decode, update, encode  (specs/ademamix.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 31  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
-                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_7, scalar_8), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -584,9 +564,31 @@ struct ademamix_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/ademamix.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 31  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr * (exp_avg / (1 - beta1**t) + mix * exp_avg_slow) / denom
+                const F p_3 = fma(-fma(scalar_6, exp_avg_slow, lr_times_one_over_one_minus_beta1_pow_t * exp_avg), 1.0f / fma(exp_avg_sq_sqrt, scalar_7, scalar_8), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -612,18 +614,6 @@ struct ademamix_bfloat16 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -637,9 +627,19 @@ struct ademamix_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -732,7 +732,7 @@ struct ademamix_bfloat16_small {
 
 template <class Grad>
 struct ademamix_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -899,8 +899,44 @@ struct ademamix_float16 {
             exp_avg_slow_top_kept[b] = exp_avg_slow_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_slow_up = max(I(0x4800000), exp_avg_slow_top) + 32767;
+            const I exp_avg_slow_up_2 = where(exp_avg_slow_top < 0x7f800000, exp_avg_slow_up, I(0x7fc00000));
+            const I exp_avg_slow_divisor = min(I(0x7f7fffff), exp_avg_slow_up_2 & 0x7fff8000);
+            const F exp_avg_slow_divisor_mul = as_float(exp_avg_slow_divisor) * 0.003937007859349251f;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(exp_avg_slow_divisor_mul_kept + b, exp_avg_slow_divisor_mul);
+            store(exp_avg_slow_scale_at + b, exp_avg_slow_up_2 >> 15);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/ademamix.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_slow = load(exp_avg_slow_kept + i);
@@ -939,44 +975,10 @@ struct ademamix_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_slow_top = largest(exp_avg_slow_top_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_slow_up = max(I(0x4800000), exp_avg_slow_top) + 32767;
-            const I exp_avg_slow_up_2 = where(exp_avg_slow_top < 0x7f800000, exp_avg_slow_up, I(0x7fc00000));
-            const I exp_avg_slow_divisor = min(I(0x7f7fffff), exp_avg_slow_up_2 & 0x7fff8000);
-            const F exp_avg_slow_divisor_mul = as_float(exp_avg_slow_divisor) * 0.003937007859349251f;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_slow_divisor_mul_kept + b, exp_avg_slow_divisor_mul);
-            store(exp_avg_slow_scale_at + b, exp_avg_slow_up_2 >> 15);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1002,18 +1004,6 @@ struct ademamix_float16 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_slow = load(exp_avg_slow_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
-                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1027,9 +1017,19 @@ struct ademamix_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_slow_at, b + TILE / BLOCK);
+            const F exp_avg_slow_divisor_mul(exp_avg_slow_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_slow = load(exp_avg_slow_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I exp_avg_slow_pattern = bits(fma(exp_avg_slow, 1.0f / fma(0.003937007859349251f, abs(exp_avg_slow), exp_avg_slow_divisor_mul), 3200.0f));
+                store(exp_avg_slow_at + i, exp_avg_slow_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -207,6 +207,8 @@ struct dadapt_adam_float32_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -314,8 +316,6 @@ struct dadapt_adam_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
@@ -866,25 +866,6 @@ struct dadapt_adam_bfloat16_2 {
             s_top_kept[b] = s_top;
         }
 
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
-                // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -923,10 +904,29 @@ struct dadapt_adam_bfloat16_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1462,45 +1462,6 @@ struct dadapt_adam_float16_2 {
             s_top_kept[b] = s_top;
         }
 
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
-                const I noise_2_and = noise_2 & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -1539,10 +1500,49 @@ struct dadapt_adam_float16_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1874,6 +1874,8 @@ struct dadapt_adam_float32_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1981,8 +1983,6 @@ struct dadapt_adam_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
@@ -2477,25 +2477,6 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             s_top_kept[b] = s_top;
         }
 
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
-                // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -2534,10 +2515,29 @@ struct dadapt_adam_bfloat16_use_bias_correction_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);   // bf16 and 8 more bits, stochastic
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_word = bits_or_nan(p_3) + (noise_2 & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -3014,45 +3014,6 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             s_top_kept[b] = s_top;
         }
 
-        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const I p_high = extend16(extend16(to_int(p_stored)));
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const I p_low = to_int(weight_low_code);
-                const I p_offset = p_low - 128;
-                const I p_wide = ((p_high & 32767) << 8) + p_offset;
-                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
-                const I p_normal = (p_wide << 5) + 0x38000000;
-                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
-                // f16 and 8 more bits, stochastic
-                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
-                // 36  p = policies.decoupled(p, rate, weight_decay)
-                const F p_2 = p * one_minus_rate_times_weight_decay;
-                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
-                const I p_bitcast = bits(p_3);
-                const I p_sign = p_bitcast >> 16 & 0x8000;
-                const I p_magnitude = p_bitcast & 0x7fffffff;
-                const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
-                const I noise_2_and = noise_2 & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
-                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
-                const I p_kept_ = p_word;
-                store(p_at + i, p_sign | p_word >> 8);
-                store(weight_low_at + i, p_kept_);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I exp_avg_top = largest(exp_avg_top_kept + b);
@@ -3091,10 +3052,49 @@ struct dadapt_adam_float16_use_bias_correction_2 {
             store(s_scale_at + b, s_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/dadapt_adam.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const I p_high = extend16(extend16(to_int(p_stored)));
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const I p_low = to_int(weight_low_code);
+                const I p_offset = p_low - 128;
+                const I p_wide = ((p_high & 32767) << 8) + p_offset;
+                const I p_subnormal = bits(2.3283064365386963e-10f * to_float(p_wide));
+                const I p_normal = (p_wide << 5) + 0x38000000;
+                const I p_finite = where(p_wide < 0x40000, p_subnormal, p_normal);
+                // f16 and 8 more bits, stochastic
+                const F p = as_float(bits(as_float(where(p_wide < 0x7c0000, p_finite, 0x7fc00000 - to_int(p_wide == 0x7c0000) * 0x400000))) | (p_high & 0x8000) << 16);
+                // 36  p = policies.decoupled(p, rate, weight_decay)
+                const F p_2 = p * one_minus_rate_times_weight_decay;
+                const F p_3 = fma(-exp_avg, 1.0f / (exp_avg_sq_sqrt + eps), p_2);  // 37  p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+                const I p_bitcast = bits(p_3);
+                const I p_sign = p_bitcast >> 16 & 0x8000;
+                const I p_magnitude = p_bitcast & 0x7fffffff;
+                const F p_magnitude_bitcast = as_float(p_magnitude);
+                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const I noise_2_and = noise_2 & 255;
+                const F p_whole = floor(p_steps);
+                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_2_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
+                const I p_rebiased = p_magnitude - 0x38000000;
+                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_2_and >> 3)) >> 5;
+                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_word = where(p_3 == p_3, p_wide_2, I(0x7e0000)) + 128;
+                const I p_kept_ = p_word;
+                store(p_at + i, p_sign | p_word >> 8);
+                store(weight_low_at + i, p_kept_);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

@@ -159,6 +159,7 @@ struct lars_float32_3 {
         // -- elements: decode, update, encode  (specs/lars.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -199,7 +200,6 @@ struct lars_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -506,8 +506,21 @@ struct lars_bfloat16_3 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/lars.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -522,21 +535,8 @@ struct lars_bfloat16_3 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -773,6 +773,8 @@ struct lars_float16_3 {
         // -- elements: decode, update, encode  (specs/lars.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -837,8 +839,6 @@ struct lars_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);

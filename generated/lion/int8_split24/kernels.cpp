@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct lion_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -79,6 +79,7 @@ struct lion_float32 {
         // -- elements: decode, update, encode  (specs/lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -123,7 +124,6 @@ struct lion_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -176,7 +176,7 @@ struct lion_float32_small {
 
 template <class Grad>
 struct lion_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -237,6 +237,8 @@ struct lion_bfloat16 {
         // -- elements: decode, update, encode  (specs/lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -286,8 +288,6 @@ struct lion_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -366,7 +366,7 @@ struct lion_bfloat16_small {
 
 template <class Grad>
 struct lion_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -427,6 +427,8 @@ struct lion_float16 {
         // -- elements: decode, update, encode  (specs/lion.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             const F exp_avg_scale_mul_2(exp_avg_scale_mul_2_kept[b]);
             I exp_avg_top(INT32_MIN);
@@ -496,8 +498,6 @@ struct lion_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

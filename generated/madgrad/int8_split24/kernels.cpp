@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct madgrad_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -96,6 +96,8 @@ struct madgrad_float32 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -183,8 +185,6 @@ struct madgrad_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             const I grad_sum_sq_half_add(grad_sum_sq_half_add_kept[b]);
@@ -255,7 +255,7 @@ struct madgrad_float32_small {
 
 template <class Grad>
 struct madgrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -329,6 +329,8 @@ struct madgrad_bfloat16 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -420,8 +422,6 @@ struct madgrad_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
@@ -518,7 +518,7 @@ struct madgrad_bfloat16_small {
 
 template <class Grad>
 struct madgrad_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -592,6 +592,8 @@ struct madgrad_float16 {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale(scale_kept[b]);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
@@ -703,8 +705,6 @@ struct madgrad_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
@@ -821,7 +821,7 @@ struct madgrad_float16_small {
 
 template <class Grad>
 struct madgrad_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -896,6 +896,8 @@ struct madgrad_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -981,8 +983,6 @@ struct madgrad_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
@@ -1054,7 +1054,7 @@ struct madgrad_float32_has_momentum_small {
 
 template <class Grad>
 struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1130,6 +1130,9 @@ struct madgrad_bfloat16_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1219,9 +1222,6 @@ struct madgrad_bfloat16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);
@@ -1319,7 +1319,7 @@ struct madgrad_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1395,6 +1395,9 @@ struct madgrad_float16_has_momentum {
         // -- elements: decode, update, encode  (specs/madgrad.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I grad_sum_sq_middle_2(grad_sum_sq_middle_2_kept[b]);
             const I grad_sum_sq_step(grad_sum_sq_step_kept[b]);
             const F scale(scale_kept[b]);
@@ -1504,9 +1507,6 @@ struct madgrad_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_sum_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(x0_at, b + TILE / BLOCK);

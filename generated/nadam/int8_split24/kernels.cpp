@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct nadam_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -107,6 +107,7 @@ struct nadam_float32 {
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -181,6 +182,7 @@ struct nadam_float32 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -219,8 +221,6 @@ struct nadam_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -282,7 +282,7 @@ struct nadam_float32_small {
 
 template <class Grad>
 struct nadam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -366,6 +366,7 @@ struct nadam_bfloat16 {
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -444,6 +445,8 @@ struct nadam_bfloat16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -482,9 +485,6 @@ struct nadam_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -571,7 +571,7 @@ struct nadam_bfloat16_small {
 
 template <class Grad>
 struct nadam_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -655,6 +655,7 @@ struct nadam_float16 {
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -753,6 +754,8 @@ struct nadam_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -791,9 +794,6 @@ struct nadam_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -900,7 +900,7 @@ struct nadam_float16_small {
 
 template <class Grad>
 struct nadam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1021,21 +1021,6 @@ struct nadam_float32_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update  (specs/nadam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F g = Grad::load(g_at + i);
-                const F p = load(p_at + i);
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
-                // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1064,9 +1049,26 @@ struct nadam_float32_decoupled_weight_decay {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update  (specs/nadam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F g = Grad::load(g_at + i);
+                const F p = load(p_at + i);
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 24  p = decoupled(p, lr, weight_decay)
+                // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1105,8 +1107,6 @@ struct nadam_float32_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1166,7 +1166,7 @@ struct nadam_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct nadam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1290,27 +1290,6 @@ struct nadam_bfloat16_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/nadam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg = load(exp_avg_kept + i);
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const F g_stored = Grad::load(g_at + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_cast = g_stored;
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
-                // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
-                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g_cast), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1339,9 +1318,32 @@ struct nadam_bfloat16_decoupled_weight_decay {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/nadam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg = load(exp_avg_kept + i);
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const F g_stored = Grad::load(g_at + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F g_cast = g_stored;
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 24  p = decoupled(p, lr, weight_decay)
+                // 35  p = p - (grad_lr * g + avg_lr * exp_avg) / denom
+                const F p_3 = fma(-fma(avg_lr, exp_avg, scalar_3 * g_cast), 1.0f / fma(exp_avg_sq_sqrt, scalar_5, scalar_6), p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1380,8 +1382,6 @@ struct nadam_bfloat16_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1467,7 +1467,7 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct nadam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1591,8 +1591,37 @@ struct nadam_float16_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/nadam.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1632,37 +1661,10 @@ struct nadam_float16_decoupled_weight_decay {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1701,8 +1703,6 @@ struct nadam_float16_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -153,6 +153,7 @@ struct novograd_float32_3 {
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -194,7 +195,6 @@ struct novograd_float32_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -482,8 +482,21 @@ struct novograd_bfloat16_3 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -498,21 +511,8 @@ struct novograd_bfloat16_3 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -698,6 +698,8 @@ struct novograd_float16_3 {
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -763,8 +765,6 @@ struct novograd_float16_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -941,6 +941,7 @@ struct novograd_float32_grad_averaging_3 {
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -982,7 +983,6 @@ struct novograd_float32_grad_averaging_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1143,8 +1143,21 @@ struct novograd_bfloat16_grad_averaging_3 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -1159,21 +1172,8 @@ struct novograd_bfloat16_grad_averaging_3 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -1332,6 +1332,8 @@ struct novograd_float16_grad_averaging_3 {
         // -- elements: decode, update, encode  (specs/novograd.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1397,8 +1399,6 @@ struct novograd_float16_grad_averaging_3 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);

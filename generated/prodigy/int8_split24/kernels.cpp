@@ -211,6 +211,9 @@ struct prodigy_float32_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -313,9 +316,6 @@ struct prodigy_float32_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -914,6 +914,8 @@ struct prodigy_bfloat16_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -958,8 +960,6 @@ struct prodigy_bfloat16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -1187,6 +1187,8 @@ struct prodigy_bfloat16_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -1277,8 +1279,6 @@ struct prodigy_bfloat16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
@@ -1713,6 +1713,8 @@ struct prodigy_float16_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1765,8 +1767,6 @@ struct prodigy_float16_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -1901,6 +1901,8 @@ struct prodigy_float16_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2010,8 +2012,6 @@ struct prodigy_float16_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
@@ -2386,6 +2386,9 @@ struct prodigy_float32_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -2488,9 +2491,6 @@ struct prodigy_float32_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -2736,6 +2736,8 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2780,8 +2782,6 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -2972,6 +2972,8 @@ struct prodigy_float16_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3024,8 +3026,6 @@ struct prodigy_float16_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -3284,6 +3284,9 @@ struct prodigy_float32_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -3386,9 +3389,6 @@ struct prodigy_float32_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -3823,6 +3823,8 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3867,8 +3869,6 @@ struct prodigy_bfloat16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -4064,6 +4064,8 @@ struct prodigy_bfloat16_use_bias_correction_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4154,8 +4156,6 @@ struct prodigy_bfloat16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
@@ -4511,6 +4511,8 @@ struct prodigy_float16_use_bias_correction_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4563,8 +4565,6 @@ struct prodigy_float16_use_bias_correction_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -4699,6 +4699,8 @@ struct prodigy_float16_use_bias_correction_5 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -4808,8 +4810,6 @@ struct prodigy_float16_use_bias_correction_5 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
@@ -5187,6 +5187,9 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -5289,9 +5292,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -5543,6 +5543,8 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -5587,8 +5589,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);
@@ -5782,6 +5782,8 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         // -- elements: decode, update, encode  (specs/prodigy.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F scale_mul(scale_mul_kept[b]);
             I s_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -5834,8 +5836,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(s_at, b + TILE / BLOCK);
             fetch<BLOCK>(p0_at, b + TILE / BLOCK);

@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct radam_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -148,21 +148,6 @@ struct radam_float32 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update  (specs/radam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F p = load(p_at + i);
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                store(p_at + i, p_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -191,9 +176,26 @@ struct radam_float32 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F p = load(p_at + i);
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
+                store(p_at + i, p_2);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -232,8 +234,6 @@ struct radam_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -297,7 +297,7 @@ struct radam_float32_small {
 
 template <class Grad>
 struct radam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -425,26 +425,6 @@ struct radam_bfloat16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/radam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -473,9 +453,32 @@ struct radam_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_3, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_2 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p);
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -514,9 +517,6 @@ struct radam_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -605,7 +605,7 @@ struct radam_bfloat16_small {
 
 template <class Grad>
 struct radam_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -689,6 +689,7 @@ struct radam_float16 {
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I exp_avg_sq_middle_2(exp_avg_sq_middle_2_kept[b]);
             const I exp_avg_sq_step(exp_avg_sq_step_kept[b]);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
@@ -789,6 +790,8 @@ struct radam_float16 {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -827,9 +830,6 @@ struct radam_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -938,7 +938,7 @@ struct radam_float16_small {
 
 template <class Grad>
 struct radam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1058,22 +1058,6 @@ struct radam_float32_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update  (specs/radam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const F p = load(p_at + i);
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
-                const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                store(p_at + i, p_3);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1102,9 +1086,27 @@ struct radam_float32_decoupled_weight_decay {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const F p = load(p_at + i);
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
+                const F p_2 = one_minus_lr_times_weight_decay * p;  // 22  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
+                store(p_at + i, p_3);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1143,8 +1145,6 @@ struct radam_float32_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1206,7 +1206,7 @@ struct radam_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct radam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1329,27 +1329,6 @@ struct radam_bfloat16_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/radam.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F exp_avg = load(exp_avg_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
-                const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
-                const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
-                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
-                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
-                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1378,9 +1357,32 @@ struct radam_bfloat16_decoupled_weight_decay {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
+        // -- elements: decode, update, encode  (specs/radam.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F exp_avg = load(exp_avg_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                // 35  denom = where(rho > 5, adaptive * (sqrt(exp_avg_sq) + eps), 1.0)
+                const F denom = where(0.0f < scalar_4, adaptive * (exp_avg_sq_sqrt + eps), F(1.0f));
+                const F p_2 = one_minus_lr_times_weight_decay * p;                // 22  p = decoupled(p, lr, weight_decay)
+                // 36  p = p - lr / (1 - beta1**t) * exp_avg / denom
+                const F p_3 = fma(-(lr_over_one_minus_beta1_pow_t * exp_avg), 1.0f / denom, p_2);
+                const I p_word = bits_or_nan(p_3) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1419,8 +1421,6 @@ struct radam_bfloat16_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1508,7 +1508,7 @@ struct radam_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct radam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1631,8 +1631,37 @@ struct radam_float16_decoupled_weight_decay {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
+            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
+            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/radam.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
@@ -1672,37 +1701,10 @@ struct radam_float16_decoupled_weight_decay {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_step_2 = bits(fma(4194304.0f, 1.0f / to_float(exp_avg_sq_cells_2), 12582912.0f)) - 0x4b400000;
-            const I exp_avg_sq_start_add = exp_avg_sq_start + (exp_avg_sq_step_2 >> 1);
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_start_add_kept + b, exp_avg_sq_start_add);
-            store(exp_avg_sq_step_2_kept + b, exp_avg_sq_step_2);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
             const I exp_avg_sq_base_sub(exp_avg_sq_base_sub_kept[b]);
@@ -1741,8 +1743,6 @@ struct radam_float16_decoupled_weight_decay {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct rmsprop_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -85,6 +85,7 @@ struct rmsprop_float32 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -147,7 +148,6 @@ struct rmsprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
@@ -204,7 +204,7 @@ struct rmsprop_float32_small {
 
 template <class Grad>
 struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -269,6 +269,8 @@ struct rmsprop_bfloat16 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -335,8 +337,6 @@ struct rmsprop_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
@@ -418,7 +418,7 @@ struct rmsprop_bfloat16_small {
 
 template <class Grad>
 struct rmsprop_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -483,6 +483,8 @@ struct rmsprop_float16 {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -569,8 +571,6 @@ struct rmsprop_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
@@ -672,7 +672,7 @@ struct rmsprop_float16_small {
 
 template <class Grad>
 struct rmsprop_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -749,6 +749,8 @@ struct rmsprop_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -828,8 +830,6 @@ struct rmsprop_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
@@ -895,7 +895,7 @@ struct rmsprop_float32_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1021,22 +1021,6 @@ struct rmsprop_bfloat16_has_momentum {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1068,10 +1052,26 @@ struct rmsprop_bfloat16_has_momentum {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
@@ -1163,7 +1163,7 @@ struct rmsprop_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1241,6 +1241,8 @@ struct rmsprop_float16_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -1344,8 +1346,6 @@ struct rmsprop_float16_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
@@ -1457,7 +1457,7 @@ struct rmsprop_float16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float32_centered {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1536,6 +1536,7 @@ struct rmsprop_float32_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1612,6 +1613,7 @@ struct rmsprop_float32_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -1650,8 +1652,6 @@ struct rmsprop_float32_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
@@ -1711,7 +1711,7 @@ struct rmsprop_float32_centered_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1791,6 +1791,7 @@ struct rmsprop_bfloat16_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -1871,6 +1872,8 @@ struct rmsprop_bfloat16_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -1909,9 +1912,6 @@ struct rmsprop_bfloat16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
@@ -1997,7 +1997,7 @@ struct rmsprop_bfloat16_centered_small {
 
 template <class Grad>
 struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -2077,6 +2077,7 @@ struct rmsprop_float16_centered {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2177,6 +2178,8 @@ struct rmsprop_float16_centered {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -2215,9 +2218,6 @@ struct rmsprop_float16_centered {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
@@ -2322,7 +2322,7 @@ struct rmsprop_float16_centered_small {
 
 template <class Grad>
 struct rmsprop_float32_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -2427,6 +2427,7 @@ struct rmsprop_float32_centered_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -2526,6 +2527,7 @@ struct rmsprop_float32_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -2551,18 +2553,6 @@ struct rmsprop_float32_centered_has_momentum {
             grad_avg_top_kept[b] = grad_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
@@ -2576,9 +2566,19 @@ struct rmsprop_float32_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
@@ -2643,7 +2643,7 @@ struct rmsprop_float32_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -2812,22 +2812,6 @@ struct rmsprop_bfloat16_centered_has_momentum {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
-        // -- elements: decode, update, encode  (specs/rmsprop.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise_2 & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -2863,9 +2847,28 @@ struct rmsprop_bfloat16_centered_has_momentum {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
+        // -- elements: decode, update, encode  (specs/rmsprop.py)
+        for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 38  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise_2 & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -2891,18 +2894,6 @@ struct rmsprop_bfloat16_centered_has_momentum {
             grad_avg_top_kept[b] = grad_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
@@ -2916,10 +2907,19 @@ struct rmsprop_bfloat16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);
@@ -3010,7 +3010,7 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -3116,6 +3116,7 @@ struct rmsprop_float16_centered_has_momentum {
         // -- elements: decode, update, encode  (specs/rmsprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I square_avg_middle_2(square_avg_middle_2_kept[b]);
             const I square_avg_step(square_avg_step_kept[b]);
             const F grad_avg_scale_mul(grad_avg_scale_mul_kept[b]);
@@ -3239,6 +3240,8 @@ struct rmsprop_float16_centered_has_momentum {
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             const I square_avg_half_add(square_avg_half_add_kept[b]);
             const I square_avg_base(square_avg_base_kept[b]);
             const I square_avg_base_sub(square_avg_base_sub_kept[b]);
@@ -3264,18 +3267,6 @@ struct rmsprop_float16_centered_has_momentum {
             grad_avg_top_kept[b] = grad_avg_top;
         }
 
-        // -- elements: encode
-        for (int b = 0; b < blocks; b++) {
-            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise_2 = load(noise_2_kept + i);
-                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
-                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I grad_avg_top = largest(grad_avg_top_kept + b);
@@ -3289,10 +3280,19 @@ struct rmsprop_float16_centered_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
-            fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(square_avg_at, b + TILE / BLOCK);
+            const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise_2 = load(noise_2_kept + i);
+                const I momentum_buffer_pattern = bits(fma(momentum_buffer, 1.0f / fma(0.003937007859349251f, abs(momentum_buffer), momentum_buffer_divisor_mul), 3200.0f));
+                store(momentum_buffer_at + i, momentum_buffer_pattern + lshr(noise_2, 20) >> 12);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(grad_avg_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F grad_avg_divisor_mul(grad_avg_divisor_mul_kept[b]);

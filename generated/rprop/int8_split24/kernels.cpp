@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct rprop_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -99,6 +99,8 @@ struct rprop_float32 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -180,8 +182,6 @@ struct rprop_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
             const I step_size_half_add(step_size_half_add_kept[b]);
@@ -249,7 +249,7 @@ struct rprop_float32_small {
 
 template <class Grad>
 struct rprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -326,6 +326,8 @@ struct rprop_bfloat16 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -412,8 +414,6 @@ struct rprop_bfloat16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);
@@ -508,7 +508,7 @@ struct rprop_bfloat16_small {
 
 template <class Grad>
 struct rprop_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -585,6 +585,8 @@ struct rprop_float16 {
         // -- elements: decode, update, encode  (specs/rprop.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I step_size_middle_2(step_size_middle_2_kept[b]);
             const I step_size_step(step_size_step_kept[b]);
             const F prev_scale_mul(prev_scale_mul_kept[b]);
@@ -691,8 +693,6 @@ struct rprop_float16 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(prev_at, b + TILE / BLOCK);
             fetch<BLOCK>(step_size_at, b + TILE / BLOCK);

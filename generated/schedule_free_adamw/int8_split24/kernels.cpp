@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct schedule_free_adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -123,24 +123,6 @@ struct schedule_free_adamw_float32 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update  (specs/schedule_free_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const F p = load(p_at + i);
-                const F g = Grad::load(g_at + i);
-                const F z = load(z_at + i);
-                // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-                const F step = fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t));
-                // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
-                const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
-                const F z_2 = fma(scalar_5, step, z);                 // 40  z = z - rate * step
-                store(p_at + i, p_2);
-                store(z_at + i, z_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -165,9 +147,27 @@ struct schedule_free_adamw_float32 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const F p = load(p_at + i);
+                const F g = Grad::load(g_at + i);
+                const F z = load(z_at + i);
+                // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
+                const F step = fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t));
+                // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
+                const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
+                const F z_2 = fma(scalar_5, step, z);                 // 40  z = z - rate * step
+                store(p_at + i, p_2);
+                store(z_at + i, z_2);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -229,7 +229,7 @@ struct schedule_free_adamw_float32_small {
 
 template <class Grad>
 struct schedule_free_adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -332,30 +332,6 @@ struct schedule_free_adamw_bfloat16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
-        // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F g_stored = Grad::load(g_at + i);
-                const F z = load(z_at + i);
-                const F g_cast = g_stored;
-                // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
-                const F step = fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g_cast / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t));
-                // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
-                const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
-                const F z_2 = fma(scalar_5, step, z);                             // 40  z = z - rate * step
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-                store(z_at + i, z_2);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -380,9 +356,33 @@ struct schedule_free_adamw_bfloat16 {
             store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F g_stored = Grad::load(g_at + i);
+                const F z = load(z_at + i);
+                const F g_cast = g_stored;
+                // 38  step = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps) + weight_decay * p
+                const F step = fma(weight_decay, p, grad_scale_times_sqrt_one_minus_beta2_pow_t * g_cast / (exp_avg_sq_sqrt + eps_times_sqrt_one_minus_beta2_pow_t));
+                // 39  p = p + c * (z - p) + rate * (beta1 * (1 - c) - 1) * step
+                const F p_2 = fma(scalar_4, step, fma(c, z - p, p));
+                const F z_2 = fma(scalar_5, step, z);                             // 40  z = z - rate * step
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+                store(z_at + i, z_2);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);
@@ -470,7 +470,7 @@ struct schedule_free_adamw_bfloat16_small {
 
 template <class Grad>
 struct schedule_free_adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -573,8 +573,33 @@ struct schedule_free_adamw_float16 {
             smallest_of_block_kept[b] = smallest_of_block;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
+            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
+            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
+            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
+            const I exp_avg_sq_start = exp_avg_sq_first << 22;
+            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
+            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
+            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
+            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
+            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
+            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
+            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
+            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
+            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
+            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
+            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
+            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
+        }
+
         // -- elements: decode, update, encode  (specs/schedule_free_adamw.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg_sq_sqrt = load(exp_avg_sq_sqrt_kept + i);
@@ -617,33 +642,8 @@ struct schedule_free_adamw_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I exp_avg_sq_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I exp_avg_sq_above = (exp_avg_sq_largest + 0x80000 >> 22) + 1;
-            const I exp_avg_sq_below = smallest_of_block - 0x80000 >> 22;
-            const I exp_avg_sq_units = min(I(64), max(I(1), exp_avg_sq_above - max(I(128), exp_avg_sq_below)));
-            const I exp_avg_sq_first = exp_avg_sq_above - exp_avg_sq_units;
-            const I exp_avg_sq_start = exp_avg_sq_first << 22;
-            const I exp_avg_sq_half = exp_avg_sq_units * 10240;
-            const I exp_avg_sq_base = exp_avg_sq_start + exp_avg_sq_half;
-            const I exp_avg_sq_base_sub = 0x5f700000 - exp_avg_sq_base;
-            const I exp_avg_sq_cells_2 = min(I(255), to_int(256.5f / to_float(exp_avg_sq_units)));
-            const I exp_avg_sq_scale = exp_avg_sq_cells_2 << 2;
-            const I exp_avg_sq_half_add = exp_avg_sq_half * exp_avg_sq_scale - 0x800000;
-            const I exp_avg_sq_header_2 = exp_avg_sq_first - 128 << 8 | exp_avg_sq_cells_2;
-            store(exp_avg_sq_half_add_kept + b, exp_avg_sq_half_add);
-            store(exp_avg_sq_base_kept + b, exp_avg_sq_base);
-            store(exp_avg_sq_base_sub_kept + b, exp_avg_sq_base_sub);
-            store(exp_avg_sq_scale_kept + b, exp_avg_sq_scale);
-            store(exp_avg_sq_range_at + b, exp_avg_sq_header_2);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_sq_at, b + TILE / BLOCK);
             const I exp_avg_sq_half_add(exp_avg_sq_half_add_kept[b]);
             const I exp_avg_sq_base(exp_avg_sq_base_kept[b]);

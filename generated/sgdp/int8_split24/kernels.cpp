@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct sgdp_float32_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -74,6 +74,7 @@ struct sgdp_float32_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -114,7 +115,6 @@ struct sgdp_float32_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -164,7 +164,7 @@ struct sgdp_float32_no_projected_small {
 
 template <class Grad>
 struct sgdp_bfloat16_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -245,8 +245,20 @@ struct sgdp_bfloat16_no_projected {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -262,20 +274,8 @@ struct sgdp_bfloat16_no_projected {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -350,7 +350,7 @@ struct sgdp_bfloat16_no_projected_small {
 
 template <class Grad>
 struct sgdp_float16_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -431,8 +431,20 @@ struct sgdp_float16_no_projected {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -468,20 +480,8 @@ struct sgdp_float16_no_projected {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -576,7 +576,7 @@ struct sgdp_float16_no_projected_small {
 
 template <class Grad>
 struct sgdp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -632,6 +632,7 @@ struct sgdp_float32_nesterov_no_projected {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -672,7 +673,6 @@ struct sgdp_float32_nesterov_no_projected {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -726,7 +726,7 @@ struct sgdp_float32_nesterov_no_projected_small {
 
 template <class Grad>
 struct sgdp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -810,8 +810,20 @@ struct sgdp_bfloat16_nesterov_no_projected {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -829,20 +841,8 @@ struct sgdp_bfloat16_nesterov_no_projected {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -921,7 +921,7 @@ struct sgdp_bfloat16_nesterov_no_projected_small {
 
 template <class Grad>
 struct sgdp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1005,8 +1005,20 @@ struct sgdp_float16_nesterov_no_projected {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1044,20 +1056,8 @@ struct sgdp_float16_nesterov_no_projected {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1227,6 +1227,7 @@ struct sgdp_float32_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1268,7 +1269,6 @@ struct sgdp_float32_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -1928,6 +1928,8 @@ struct sgdp_bfloat16_1 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1972,8 +1974,6 @@ struct sgdp_bfloat16_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -2658,8 +2658,20 @@ struct sgdp_float16_1 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2682,20 +2694,8 @@ struct sgdp_float16_1 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3213,6 +3213,7 @@ struct sgdp_float32_nesterov_7 {
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -3258,7 +3259,6 @@ struct sgdp_float32_nesterov_7 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -3797,8 +3797,20 @@ struct sgdp_bfloat16_nesterov_7 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -3821,20 +3833,8 @@ struct sgdp_bfloat16_nesterov_7 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -4307,8 +4307,20 @@ struct sgdp_float16_nesterov_7 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sgdp.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -4351,20 +4363,8 @@ struct sgdp_float16_nesterov_7 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -168,7 +168,7 @@ struct signum_float16 {
 
 template <class Grad>
 struct signum_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -223,6 +223,7 @@ struct signum_float32_has_momentum {
         // -- elements: decode, update, encode  (specs/signum.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -263,7 +264,6 @@ struct signum_float32_has_momentum {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -312,7 +312,7 @@ struct signum_float32_has_momentum_small {
 
 template <class Grad>
 struct signum_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -393,8 +393,20 @@ struct signum_bfloat16_has_momentum {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/signum.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -410,20 +422,8 @@ struct signum_bfloat16_has_momentum {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -496,7 +496,7 @@ struct signum_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct signum_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -577,8 +577,20 @@ struct signum_float16_has_momentum {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/signum.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -614,20 +626,8 @@ struct signum_float16_has_momentum {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

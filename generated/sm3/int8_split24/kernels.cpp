@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct sm3_float32_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -82,6 +82,7 @@ struct sm3_float32_no_factored {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -141,7 +142,6 @@ struct sm3_float32_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -193,7 +193,7 @@ struct sm3_float32_no_factored_small {
 
 template <class Grad>
 struct sm3_bfloat16_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -255,6 +255,8 @@ struct sm3_bfloat16_no_factored {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -319,8 +321,6 @@ struct sm3_bfloat16_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -398,7 +398,7 @@ struct sm3_bfloat16_no_factored_small {
 
 template <class Grad>
 struct sm3_float16_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -460,6 +460,8 @@ struct sm3_float16_no_factored {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             I largest_of_block(INT32_MIN);
@@ -544,8 +546,6 @@ struct sm3_float16_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(weight_low_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -643,7 +643,7 @@ struct sm3_float16_no_factored_small {
 
 template <class Grad>
 struct sm3_float32_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -718,6 +718,8 @@ struct sm3_float32_has_momentum_no_factored {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             const I accumulator_middle_2(accumulator_middle_2_kept[b]);
             const I accumulator_step(accumulator_step_kept[b]);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
@@ -794,8 +796,6 @@ struct sm3_float32_has_momentum_no_factored {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -860,7 +860,7 @@ struct sm3_float32_has_momentum_no_factored_small {
 
 template <class Grad>
 struct sm3_bfloat16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -979,22 +979,6 @@ struct sm3_bfloat16_has_momentum_no_factored {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
-        // -- elements: decode, update, encode  (specs/sm3.py)
-        for (int b = 0; b < blocks; b++) {
-            for (int k = 0; k < BLOCK; k += W) {
-                const int i = b * BLOCK + k;
-                const F momentum_buffer = load(momentum_buffer_kept + i);
-                const I noise = load(noise_kept + i);
-                const U16 p_stored = raw(p_at + i);
-                const U8 weight_low_code = raw(weight_low_at + i);
-                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
-                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
-                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
-                store_half<2>(p_at + i, p_word);
-                store_byte<1>(weight_low_at + i, p_word);
-            }
-        }
-
         // -- blocks
         for (int b = 0; b < blocks; b += W) {
             const I largest_of_block = largest(largest_of_block_kept + b);
@@ -1026,9 +1010,25 @@ struct sm3_bfloat16_has_momentum_no_factored {
             store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
         }
 
-        // -- elements: encode
+        // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
+            for (int k = 0; k < BLOCK; k += W) {
+                const int i = b * BLOCK + k;
+                const F momentum_buffer = load(momentum_buffer_kept + i);
+                const I noise = load(noise_kept + i);
+                const U16 p_stored = raw(p_at + i);
+                const U8 weight_low_code = raw(weight_low_at + i);
+                const F p = as_float(joined(p_stored, weight_low_code) - 32768);  // bf16 and 8 more bits, stochastic
+                const F p_2 = fma(minus_lr, momentum_buffer, p);                  // 48  p = p - lr * update
+                const I p_word = bits_or_nan(p_2) + (noise & 255 | 0x8000);
+                store_half<2>(p_at + i, p_word);
+                store_byte<1>(weight_low_at + i, p_word);
+            }
+        }
+
+        // -- elements: encode
+        for (int b = 0; b < blocks; b++) {
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -1119,7 +1119,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
 
 template <class Grad>
 struct sm3_float16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1238,8 +1238,40 @@ struct sm3_float16_has_momentum_no_factored {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I largest_of_block = largest(largest_of_block_kept + b);
+            const I smallest_of_block = smallest(smallest_of_block_kept + b);
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
+            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
+            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
+            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
+            const I accumulator_first = accumulator_above - accumulator_units;
+            const I accumulator_start = accumulator_first << 22;
+            const I accumulator_half = accumulator_units * 10240;
+            const I accumulator_base = accumulator_start + accumulator_half;
+            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
+            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
+            const I accumulator_scale = accumulator_cells_2 << 2;
+            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
+            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(accumulator_half_add_kept + b, accumulator_half_add);
+            store(accumulator_base_kept + b, accumulator_base);
+            store(accumulator_base_sub_kept + b, accumulator_base_sub);
+            store(accumulator_scale_kept + b, accumulator_scale);
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(accumulator_range_at + b, accumulator_header_2);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -1274,40 +1306,8 @@ struct sm3_float16_has_momentum_no_factored {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I largest_of_block = largest(largest_of_block_kept + b);
-            const I smallest_of_block = smallest(smallest_of_block_kept + b);
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I accumulator_largest = min(I(0x5f700000), max(I(0x20000000), largest_of_block));
-            const I accumulator_above = (accumulator_largest + 0x80000 >> 22) + 1;
-            const I accumulator_below = smallest_of_block - 0x80000 >> 22;
-            const I accumulator_units = min(I(64), max(I(1), accumulator_above - max(I(128), accumulator_below)));
-            const I accumulator_first = accumulator_above - accumulator_units;
-            const I accumulator_start = accumulator_first << 22;
-            const I accumulator_half = accumulator_units * 10240;
-            const I accumulator_base = accumulator_start + accumulator_half;
-            const I accumulator_base_sub = 0x5f700000 - accumulator_base;
-            const I accumulator_cells_2 = min(I(255), to_int(256.5f / to_float(accumulator_units)));
-            const I accumulator_scale = accumulator_cells_2 << 2;
-            const I accumulator_half_add = accumulator_half * accumulator_scale - 0x800000;
-            const I accumulator_header_2 = accumulator_first - 128 << 8 | accumulator_cells_2;
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(accumulator_half_add_kept + b, accumulator_half_add);
-            store(accumulator_base_kept + b, accumulator_base);
-            store(accumulator_base_sub_kept + b, accumulator_base_sub);
-            store(accumulator_scale_kept + b, accumulator_scale);
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(accumulator_range_at + b, accumulator_header_2);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(accumulator_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const I accumulator_half_add(accumulator_half_add_kept[b]);
@@ -1794,6 +1794,7 @@ struct sm3_float32_has_momentum_1 {
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F momentum_buffer_scale_mul(momentum_buffer_scale_mul_kept[b]);
             I momentum_buffer_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -1836,7 +1837,6 @@ struct sm3_float32_has_momentum_1 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
@@ -2109,8 +2109,20 @@ struct sm3_bfloat16_has_momentum_1 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2125,20 +2137,8 @@ struct sm3_bfloat16_has_momentum_1 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -2439,8 +2439,20 @@ struct sm3_float16_has_momentum_1 {
             momentum_buffer_top_kept[b] = momentum_buffer_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
+            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
+            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
+            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
+            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
+            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
+            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/sm3.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F momentum_buffer = load(momentum_buffer_kept + i);
@@ -2475,20 +2487,8 @@ struct sm3_float16_has_momentum_1 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I momentum_buffer_top = largest(momentum_buffer_top_kept + b);
-            const I momentum_buffer_up = max(I(0x4800000), momentum_buffer_top) + 32767;
-            const I momentum_buffer_up_2 = where(momentum_buffer_top < 0x7f800000, momentum_buffer_up, I(0x7fc00000));
-            const I momentum_buffer_divisor = min(I(0x7f7fffff), momentum_buffer_up_2 & 0x7fff8000);
-            const F momentum_buffer_divisor_mul = as_float(momentum_buffer_divisor) * 0.003937007859349251f;
-            store(momentum_buffer_divisor_mul_kept + b, momentum_buffer_divisor_mul);
-            store(momentum_buffer_scale_at + b, momentum_buffer_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(momentum_buffer_at, b + TILE / BLOCK);
             const F momentum_buffer_divisor_mul(momentum_buffer_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct tiger_float32 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -74,6 +74,7 @@ struct tiger_float32 {
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int b = 0; b < blocks; b++) {
             const int end = b * BLOCK + (RAGGED ? live[b] : BLOCK);
+            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             const F exp_avg_scale_mul(exp_avg_scale_mul_kept[b]);
             I exp_avg_top(INT32_MIN);
             for (int k = 0; k < BLOCK; k += W) {
@@ -114,7 +115,6 @@ struct tiger_float32 {
 
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(p_at, b + TILE / BLOCK);
             fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
@@ -163,7 +163,7 @@ struct tiger_float32_small {
 
 template <class Grad>
 struct tiger_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -244,8 +244,20 @@ struct tiger_bfloat16 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -261,20 +273,8 @@ struct tiger_bfloat16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {
@@ -347,7 +347,7 @@ struct tiger_bfloat16_small {
 
 template <class Grad>
 struct tiger_float16 {
-    static constexpr int BLOCK = 64, TILE = 1024, SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -428,8 +428,20 @@ struct tiger_float16 {
             exp_avg_top_kept[b] = exp_avg_top;
         }
 
+        // -- blocks
+        for (int b = 0; b < blocks; b += W) {
+            const I exp_avg_top = largest(exp_avg_top_kept + b);
+            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
+            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
+            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
+            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
+            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
+            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
+        }
+
         // -- elements: decode, update, encode  (specs/tiger.py)
         for (int b = 0; b < blocks; b++) {
+            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             for (int k = 0; k < BLOCK; k += W) {
                 const int i = b * BLOCK + k;
                 const F exp_avg = load(exp_avg_kept + i);
@@ -465,20 +477,8 @@ struct tiger_float16 {
             }
         }
 
-        // -- blocks
-        for (int b = 0; b < blocks; b += W) {
-            const I exp_avg_top = largest(exp_avg_top_kept + b);
-            const I exp_avg_up = max(I(0x4800000), exp_avg_top) + 32767;
-            const I exp_avg_up_2 = where(exp_avg_top < 0x7f800000, exp_avg_up, I(0x7fc00000));
-            const I exp_avg_divisor = min(I(0x7f7fffff), exp_avg_up_2 & 0x7fff8000);
-            const F exp_avg_divisor_mul = as_float(exp_avg_divisor) * 0.003937007859349251f;
-            store(exp_avg_divisor_mul_kept + b, exp_avg_divisor_mul);
-            store(exp_avg_scale_at + b, exp_avg_up_2 >> 15);
-        }
-
         // -- elements: encode
         for (int b = 0; b < blocks; b++) {
-            fetch<BLOCK>(g_at, b + TILE / BLOCK);
             fetch<BLOCK>(exp_avg_at, b + TILE / BLOCK);
             const F exp_avg_divisor_mul(exp_avg_divisor_mul_kept[b]);
             for (int k = 0; k < BLOCK; k += W) {

@@ -32,9 +32,20 @@
 #define OPTGEN_ONCE __attribute__((noinline))
 #endif
 
+// Elements of a tile whose kept values the first-level cache holds, beside what is on its way (runtime/native.py).
+#ifndef OPTGEN_TILE
+#define OPTGEN_TILE 1024
+#endif
+
 namespace {
 
 #include OPTGEN_SIMD
+
+// Whole vectors of storage blocks.
+constexpr int elements_of_tile(int block) {
+    const int least = 16 * block;
+    return least < OPTGEN_TILE ? OPTGEN_TILE / least * least : least;
+}
 
 inline F widened(I x) { return as_float(x << 16); }
 inline I extend16(I x) { return (x << 16) >> 16; }
