@@ -237,6 +237,9 @@ def test_processor_is_named_as_it_names_itself(tmp_path: Path) -> None:
     assert machine.cpu_model(str(path)) == "Some CPU 9000"
     assert machine.vectors(str(path)) == ["fma", "avx2", "avx512f"]
     assert machine.vectors(str(tmp_path / "none")) == []
+    hidden = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: Some CPU\n"
+    path.write_text(hidden, encoding="utf-8")
+    assert machine.cpu_model(str(path)) == "Some CPU (family 26, model 2)"
 
 
 def test_sentences_join_what_has_one_reason() -> None:

@@ -43,8 +43,10 @@ def describe(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def cpu_model(path: str = "/proc/cpuinfo") -> str:
-    """As the processor names itself."""
-    return _cpuinfo("model name", path) or platform.processor() or platform.machine()
+    """As the processor names itself; virtual machines leave out which one of its line it is, so its numbers follow."""
+    name = _cpuinfo("model name", path) or platform.processor() or platform.machine()
+    family, model = _cpuinfo("cpu family", path), _cpuinfo("model", path)
+    return name if re.search(r"\d", name) or not (family and model) else f"{name} (family {family}, model {model})"
 
 
 def vectors(path: str = "/proc/cpuinfo") -> list[str]:
