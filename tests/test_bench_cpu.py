@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import bench_cpu  # noqa: E402
+import cpu_kernel  # noqa: E402
 from cpu import ceiling, contenders, machine, race, report  # noqa: E402
 from gpu.contenders import gradients  # noqa: E402
 
@@ -348,3 +349,23 @@ def test_a_code_path_from_outside_is_refused(
 def test_as_many_threads_as_there_are() -> None:
     assert bench_cpu.default_threads(2) == [1, 2] and bench_cpu.default_threads(1) == [1]
     assert bench_cpu.default_threads(16) == [1, 2, 16]
+
+
+# One kernel by itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cpu_kernel.main(["--optimizer", "SGD", "--numel", "8192", "--rounds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {row["variant"] for row in rows}
+    sizes = {f"tiles of {n}" for n in (1024, 2048, 4096)}
+    assert f"as it is: tiles of {native.tile()}" in found
+    assert "nothing fetched" in found and sizes - found == {f"tiles of {native.tile()}"}
+    assert all(0 < row["least"] <= row["median"] for row in rows)
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_a_kernel_alone_is_one_of_a_single_stage() -> None:
+    with pytest.raises(SystemExit, match="LAMB takes several stages"):
+        cpu_kernel.main(["--optimizer", "LAMB", "--numel", "8192"])
