@@ -190,14 +190,18 @@ class Pair:
         key: int,
         isa: str = "",
         threads: int = 1,
+        at: tuple[int, int, int] | None = None,
         **hypers: Any,
     ) -> None:
-        """One call over several tensors (buffers, gradient, stream key), for an instruction set of this machine."""
+        """One call over several tensors (buffers, gradient, stream key), for an instruction set of this machine.
+
+        at   of which row and column of a wider tensor they begin, and how many columns that has
+        """
         rows = []
         for buffers, g, stream in tensors:
             ordered = [g if b.role == "grad" else buffers[b.name] for b in self.schedule.program.buffers]
             columns = rows_and_columns(g.shape)[1]
-            rows.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, 0, 0, columns])
+            rows.append([t.data_ptr() for t in ordered] + [g.numel(), columns, stream, *(at or (0, 0, columns))])
         table = torch.tensor(rows, dtype=torch.int64)
         scalars = torch.tensor(self.scalars("kernel", step, hypers), dtype=torch.float64).float()
         library = compiled(self.source, str(tensors[0][1].dtype).removeprefix("torch."), isa)

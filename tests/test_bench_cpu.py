@@ -359,9 +359,7 @@ def test_one_kernel_beside_its_variants(capsys: pytest.CaptureFixture[str]) -> N
     assert cpu_kernel.main(["--optimizer", "SGD", "--numel", "8192", "--rounds", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     found = {row["variant"] for row in rows}
-    sizes = {f"tiles of {n}" for n in (1024, 2048, 4096)}
-    assert f"as it is: tiles of {native.tile()}" in found
-    assert "nothing fetched" in found and sizes - found == {f"tiles of {native.tile()}"}
+    assert {"as it is", "nothing fetched", "tiles of 1024", "tiles of 2048", "tiles of 4096"} <= found
     assert all(0 < row["least"] <= row["median"] for row in rows)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,18 +33,24 @@ ISAS = [isa for isa in native.ISAS if isa.needs <= native.cpu_flags() and isa.na
 
 
 def steps(
-    pair: harness.Pair, param: str, grad: str, isa: str, threads: int, salt: int = 0
+    pair: harness.Pair,
+    param: str,
+    grad: str,
+    isa: str,
+    threads: int,
+    salt: int = 0,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> list[dict[str, torch.Tensor]]:
     """The buffers of every shape after three steps; beside them the reference's, compared bit by bit."""
     generator = torch.Generator().manual_seed(salt)
     ours, theirs = [], []
-    for shape in SHAPES:
+    for shape in shapes:
         weight = torch.randn(shape, generator=generator)
         ours.append(pair.buffers(shape, weight))
         theirs.append(pair.buffers(shape, weight))
     for step in range(1, 4):
         grads = []
-        for shape in SHAPES:
+        for shape in shapes:
             scale = 10.0 ** float(torch.randint(-8, 3, (), generator=generator))
             g = (torch.randn(shape, generator=generator) * scale).to(getattr(torch, grad))
             if step == 2:
@@ -53,7 +61,7 @@ def steps(
             pair.run_reference(buffers, g, step, key, 99 + k, lr=1e-2)
         items = [(buffers, g, 99 + k) for k, (buffers, g) in enumerate(zip(theirs, grads, strict=True))]
         pair.run_cpp(items, step, key, isa=isa, threads=threads, lr=1e-2)
-        for shape, a, b in zip(SHAPES, ours, theirs, strict=True):
+        for shape, a, b in zip(shapes, ours, theirs, strict=True):
             for name in a:
                 assert harness.same_bits(a[name], b[name]), (shape, step, name)
     return theirs
@@ -84,18 +92,39 @@ def test_any_number_of_threads_gives_the_same_bits(plan: str, tmp_path: Path) ->
             assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
 
 
-def test_tiles_of_any_size_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [1024, 2048, 8192])
+def test_tiles_of_any_size_give_the_same_bits(tile: int, tmp_path: Path) -> None:
     """As large as the first-level cache allows: states go from one machine to another."""
     spec = harness.spec_of("adamw")
     pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
-    found = []
-    for elements in (1024, 2048, 8192):
-        monkeypatch.setattr(native, "tile", lambda elements=elements: elements)
-        monkeypatch.setattr(native, "_known", {})
-        found.append(steps(pair, "bfloat16", "bfloat16", ISAS[0].name, 2))
-    for a, b, c in zip(*found, strict=True):
-        for name in a:
-            assert harness.same_bits(a[name], b[name]) and harness.same_bits(a[name], c[name])
+    pair.source, count = re.subn(r"TILE = elements_of_tile\(64, \d\)", f"TILE = {tile}", pair.source)
+    assert count == 1
+    steps(pair, "bfloat16", "bfloat16", ISAS[0].name, 2, shapes=[(2 * 8192 + 16 * 64 + 70,), (5, 1024), (17 * 64,)])
+
+
+@pytest.mark.parametrize("columns", [(1024, 2048), (1088, 1984), (4096, 70)])
+def test_parts_of_rows_have_the_bits_of_the_whole(columns: tuple[int, int], tmp_path: Path) -> None:
+    """Parts of fewer blocks than a tile, of a vector of blocks and one more, and with a ragged end."""
+    spec = harness.spec_of("adamw")
+    pair = harness.Pair(spec, harness.schedule(spec, harness.plan_of("int8_split24"), "bfloat16", "strict"), tmp_path)
+    generator = torch.Generator().manual_seed(sum(columns))
+    rows, wide = 3, sum(columns)
+    weight = torch.randn(rows, wide, generator=generator)
+    whole = pair.buffers((rows, wide), weight)
+    parts = [pair.buffers(part.shape, part.contiguous()) for part in weight.split(columns, 1)]
+    for step in range(1, 4):
+        g = torch.randn(rows, wide, generator=generator).bfloat16()
+        pair.run_cpp([(whole, g, 7)], step, 5 * step)
+        first = 0
+        for part, own in zip(parts, g.split(columns, 1), strict=True):
+            pair.run_cpp([(part, own.contiguous(), 7)], step, 5 * step, at=(0, first, wide))
+            first += own.shape[1]
+    for name, found in whole.items():
+        width = found.numel() // rows
+        if pair.schedule.program.buffer(name).space.name == "elem":
+            cut = [part[name].view(rows, -1) for part in parts]
+            assert sum(c.shape[1] for c in cut) == width
+            assert harness.same_bits(torch.cat(cut, 1), found.view(rows, width)), name
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=[isa.name for isa in ISAS])

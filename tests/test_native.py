@@ -271,21 +271,39 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.isa().name == "avx2"
 
 
-def test_tiles_are_as_large_as_the_first_level_cache_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_size_of_the_first_level_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(native, "CACHES", tmp_path)
-    for size, expected in (("", 1024), ("32K", 1024), ("48K", 2048), ("128K", 2048), ("1M", 1024), ("K", 1024)):
+    for size, kib in (("", 32), ("32K", 32), ("48K", 48), ("128K", 128), ("1M", 32), ("K", 32)):
         for k, (kind, said) in enumerate((("Instruction", "64K"), ("Data", size))):
             folder = tmp_path / f"index{k}"
             folder.mkdir(exist_ok=True)
             for name, text in (("level", "1"), ("type", kind), ("size", said)):
                 (folder / name).write_text(f"{text}\n")
-        native.tile.cache_clear()
-        assert native.tile() == expected, size
+        native.first_level_cache.cache_clear()
+        assert native.first_level_cache() == kib << 10, size
+        assert f"-DOPTGEN_L1={kib << 10}" in native.Job("f", "").flags(native.isa())
     shutil.rmtree(tmp_path / "index1")
-    native.tile.cache_clear()
-    assert native.tile() == 1024
-    assert "-DOPTGEN_TILE=1024" in native.Job("f", "").flags(native.isa())
-    native.tile.cache_clear()
+    native.first_level_cache.cache_clear()
+    assert native.first_level_cache() == 32 << 10
+    native.first_level_cache.cache_clear()
+
+
+def test_tiles_hold_what_the_first_level_cache_holds() -> None:
+    by = native.compiler()
+    assert by is not None
+    expected = {  # KiB, elements of a block, kept arrays -> elements of a tile
+        (32, 64, 4): 1024, (32, 64, 2): 2048, (48, 64, 4): 2048, (48, 64, 6): 1024, (48, 32, 4): 2048,
+        (48, 16, 4): 2048, (48, 128, 6): 2048, (48, 256, 4): 4096, (128, 64, 6): 2048, (48, 64, 0): 2048,
+    }  # fmt: skip
+    for kib in {key[0] for key in expected}:
+        lines = [
+            f"static_assert(elements_of_tile({block}, {kept}) == {tile}, \"\");"
+            for (size, block, kept), tile in expected.items()
+            if size == kib
+        ]
+        source = '#include "optgen.h"\n' + "\n".join(lines)
+        command = [*by.command, "-std=c++17", f"-I{native.HEADERS}", f"-DOPTGEN_L1={kib << 10}", "-fsyntax-only"]
+        subprocess.run([*command, "-x", "c++", "-"], input=source, text=True, check=True)
 
 
 def test_flags_that_only_gcc_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """C++ kernels for CPUs: one call per (group, plan, dtype) over all its tensors.
 
-A tile is some storage blocks, a multiple of 16 (a run of elements where nothing is stored in blocks).  A
+A tile is a multiple of 16 storage blocks (a run of elements where nothing is stored in blocks).  A
 reduction over a block cuts the work on a tile in two: *phase* k reads what the reductions of the phases before
 it found.  Between two phases stands a stage for the blocks' own values, 16 blocks to a vector; a value that a
 later phase reads again is kept in an array on the stack, which the first-level cache holds.  What depends on the
@@ -37,7 +37,7 @@ from optgen.ops.dtypes import DType
 from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
 
-BLOCKS = 16  # storage blocks of a stage's tile: one vector of their values at the widest
+BLOCKS = 16  # storage blocks per tile where a step takes several kernels: one vector of their values
 FLAT = 1024  # elements per tile where nothing is stored in blocks
 NAN = 0x7FC00000  # f32, without a payload
 SHARE = 8  # elements that share a hash (lower/noise.py)
@@ -58,8 +58,8 @@ RESERVED = frozenset(
     "fetch first float float16 float32 floor fma gather for friend goto Grad halves halves_of_lanes I i I16 if "
     "INFINITY inline int int16_t INT32_MAX INT32_MIN int32_t int64_t int8_t iota joined k lane Larger larger largest "
     "live load long lookup low16 lshr M mask max memcpy memset min mutable namespace NAN narrow narrow_half new "
-    "noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL optgen_layout "
-    "OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step OPTGEN_TILE or or_eq private protected public "
+    "noexcept not not_eq no_codes pack NULL nullptr operator OPTGEN_EXPORT OPTGEN_GRAD OPTGEN_KERNEL OPTGEN_L1 "
+    "optgen_layout OPTGEN_ONCE OPTGEN_SIMD OPTGEN_STAMP optgen_stamp optgen_step or or_eq private protected public "
     "RAGGED ramp raw read_row register reinterpret_cast requires return rint rotl run SCALARS scalars search short "
     "sign signed sizeof Smaller smaller smallest spread sqrt staged static static_assert static_cast step_key store "
     "store_byte store_half stream_key struct switch template Tensor this thread_local throw TILE tile tile_of "
@@ -589,7 +589,7 @@ def kernel(schedule: Schedule, function: str, source: str = "") -> list[str]:
     """The tile function of one (group, plan, dtype), in a struct that says what its buffers are."""
     program, plan = schedule.program, Phases(schedule)
     blocked = program.block > 1
-    tile = f"elements_of_tile({program.block})" if blocked else str(FLAT)
+    tile = f"elements_of_tile({program.block}, {len(plan.kept)})" if blocked else str(FLAT)
     out = ["template <class Grad>", f"struct {function} {{"]
     out.append(f"    static constexpr int BLOCK = {program.block}, TILE = {tile}, SCALARS = {len(program.host)};")
     columns = ", ".join(_column(b) for b in program.buffers)

@@ -51,8 +51,9 @@ FLAGS = (
 compilers' own headers leave registers undefined on purpose, and shifts beside sums are meant as printed."""
 
 GCC_FLAGS = ("-fschedule-insns", "-fsched-pressure")
-"""Neighbours of a loop that was written out are interleaved, so that a processor finds more to do at a time: 6 % of a
-step (Zen 5, AdamW int8_split24; tools/cpu_kernel.py), for 0.15 s to compile.  Others do not know these flags."""
+"""Neighbours of a loop that was written out are interleaved, so that a processor finds more to do at a time: 6 % of
+AdamW int8_split24 (Zen 5; tools/cpu_kernel.py), of some rules nothing, for 0.15 s to compile.  Others do not know these
+flags."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 """Where Linux says how large they are."""
@@ -101,19 +102,20 @@ ISAS = (
 
 
 @functools.cache
-def tile() -> int:
-    """Elements of a tile: where the first-level cache has 48 KiB and more, twice as many.
+def first_level_cache() -> int:
+    """Bytes of a core's first-level data cache; 32 KiB where the system does not say (anything but Linux).
 
-    At the end of each loop over a tile a processor runs dry.  AdamW int8_split24 keeps 16 B of an element from loop to
-    loop; tiles of 2048 instead of 1024 elements save 5 % of its step in cache and 11 % beyond (Zen 5, 48 KiB;
-    tools/cpu_kernel.py).  Tiles of 4096 no longer fit: 14 and 33 % more.
+    Kernels keep values of a tile in it (`elements_of_tile` in optgen.h).  At the end of each loop over a tile a
+    processor runs dry: AdamW int8_split24 keeps 16 B of an element from loop to loop, and tiles of 2048 instead of 1024
+    elements save 5 % of its step in cache and 11 % beyond (Zen 5, 48 KiB; tools/cpu_kernel.py).  Tiles of 4096 no
+    longer fit (14 and 33 % more), nor those of 2048 where 24 B are kept (Adan: 5 % more).
     """
     for index in sorted(CACHES.glob("index*")):
         with suppress(OSError, ValueError):
             said = [(index / name).read_text(encoding="ascii").strip() for name in ("level", "type", "size")]
             if said[:2] == ["1", "Data"] and said[2].endswith("K"):
-                return 2048 if int(said[2][:-1]) >= 48 else 1024
-    return 1024
+                return int(said[2][:-1]) << 10
+    return 32 << 10
 
 
 @functools.cache
@@ -391,7 +393,7 @@ class Job:
     held: bool = False
 
     def flags(self, isa: Isa) -> list[str]:
-        defines = [f"-D{define}" for define in (*self.defines, f"OPTGEN_TILE={tile()}")]
+        defines = [f"-D{define}" for define in (*self.defines, f"OPTGEN_L1={first_level_cache()}")]
         return [*FLAGS, *(isa.flags if self.vector else ()), f"-I{HEADERS}", *defines]
 
 

@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adabelief_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -252,7 +252,7 @@ struct adabelief_float32_small {
 
 template <class Grad>
 struct adabelief_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -524,7 +524,7 @@ struct adabelief_bfloat16_small {
 
 template <class Grad>
 struct adabelief_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -25,7 +25,7 @@ namespace {
 
 template <class Grad>
 struct adadelta_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -283,7 +283,7 @@ struct adadelta_float32_small {
 
 template <class Grad>
 struct adadelta_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -572,7 +572,7 @@ struct adadelta_bfloat16_small {
 
 template <class Grad>
 struct adadelta_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct adagrad_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -197,7 +197,7 @@ struct adagrad_float32_small {
 
 template <class Grad>
 struct adagrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -404,7 +404,7 @@ struct adagrad_bfloat16_small {
 
 template <class Grad>
 struct adagrad_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

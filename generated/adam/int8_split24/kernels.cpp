@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adam_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -279,7 +279,7 @@ struct adam_float32_small {
 
 template <class Grad>
 struct adam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -580,7 +580,7 @@ struct adam_bfloat16_small {
 
 template <class Grad>
 struct adam_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -906,7 +906,7 @@ struct adam_float16_small {
 
 template <class Grad>
 struct adam_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1224,7 +1224,7 @@ struct adam_float32_amsgrad_small {
 
 template <class Grad>
 struct adam_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1588,7 +1588,7 @@ struct adam_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adam_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

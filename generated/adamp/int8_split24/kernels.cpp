@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adamp_float32_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -278,7 +278,7 @@ struct adamp_float32_no_projected_small {
 
 template <class Grad>
 struct adamp_bfloat16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -575,7 +575,7 @@ struct adamp_bfloat16_no_projected_small {
 
 template <class Grad>
 struct adamp_float16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -912,7 +912,7 @@ struct adamp_float16_no_projected_small {
 
 template <class Grad>
 struct adamp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1182,7 +1182,7 @@ struct adamp_float32_nesterov_no_projected_small {
 
 template <class Grad>
 struct adamp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1487,7 +1487,7 @@ struct adamp_bfloat16_nesterov_no_projected_small {
 
 template <class Grad>
 struct adamp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

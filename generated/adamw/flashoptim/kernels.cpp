@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -144,7 +144,7 @@ struct adamw_float32 {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -298,7 +298,7 @@ struct adamw_bfloat16 {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 8;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -450,7 +450,7 @@ struct adamw_float16 {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -604,7 +604,7 @@ struct adamw_float32_amsgrad {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -791,7 +791,7 @@ struct adamw_bfloat16_amsgrad {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 32, TILE = elements_of_tile(32), SCALARS = 9;
+    static constexpr int BLOCK = 32, TILE = elements_of_tile(32, 3), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

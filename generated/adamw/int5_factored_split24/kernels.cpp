@@ -66,7 +66,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_float32_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -380,7 +380,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -731,7 +731,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float16_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1061,7 +1061,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1454,7 +1454,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1884,7 +1884,7 @@ struct adamw_float16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 

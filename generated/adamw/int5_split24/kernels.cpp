@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -312,7 +312,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -643,7 +643,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1014,7 +1014,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1381,7 +1381,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1791,7 +1791,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {1, EIGHTH, true}, {2, BLOCK_OF, true}};
 

@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -313,7 +313,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -645,7 +645,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1017,7 +1017,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1385,7 +1385,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 
@@ -1796,7 +1796,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}, {4, EIGHTH, true}, {2, EIGHTH, true}, {2, BLOCK_OF, true}};
 

@@ -65,7 +65,7 @@ struct adamw_float32_small {
 
 template <class Grad>
 struct adamw_float32_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -254,7 +254,7 @@ struct adamw_bfloat16_small {
 
 template <class Grad>
 struct adamw_bfloat16_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -445,7 +445,7 @@ struct adamw_float16_small {
 
 template <class Grad>
 struct adamw_float16_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 2), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -637,7 +637,7 @@ struct adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct adamw_float32_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -868,7 +868,7 @@ struct adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct adamw_bfloat16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 
@@ -1101,7 +1101,7 @@ struct adamw_float16_amsgrad_small {
 
 template <class Grad>
 struct adamw_float16_amsgrad_vector {
-    static constexpr int BLOCK = 128, TILE = elements_of_tile(128), SCALARS = 7;
+    static constexpr int BLOCK = 128, TILE = elements_of_tile(128, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}, {4, EIGHTH, true}, {4, BLOCK_OF, true}};
 

@@ -27,7 +27,7 @@ namespace {
 
 template <class Grad>
 struct adan_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -377,7 +377,7 @@ struct adan_float32_small {
 
 template <class Grad>
 struct adan_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -761,7 +761,7 @@ struct adan_bfloat16_small {
 
 template <class Grad>
 struct adan_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 13;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 13;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -26,7 +26,7 @@ namespace {
 
 template <class Grad>
 struct ademamix_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -362,7 +362,7 @@ struct ademamix_float32_small {
 
 template <class Grad>
 struct ademamix_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -732,7 +732,7 @@ struct ademamix_bfloat16_small {
 
 template <class Grad>
 struct ademamix_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 11;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 11;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct adopt_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -257,7 +257,7 @@ struct adopt_float32_small {
 
 template <class Grad>
 struct adopt_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -536,7 +536,7 @@ struct adopt_bfloat16_small {
 
 template <class Grad>
 struct adopt_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -841,7 +841,7 @@ struct adopt_float16_small {
 
 template <class Grad>
 struct adopt_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1075,7 +1075,7 @@ struct adopt_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct adopt_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1351,7 +1351,7 @@ struct adopt_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct adopt_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

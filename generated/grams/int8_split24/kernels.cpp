@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct grams_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -291,7 +291,7 @@ struct grams_float32_small {
 
 template <class Grad>
 struct grams_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -593,7 +593,7 @@ struct grams_bfloat16_small {
 
 template <class Grad>
 struct grams_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

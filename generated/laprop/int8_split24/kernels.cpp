@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct laprop_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -247,7 +247,7 @@ struct laprop_float32_small {
 
 template <class Grad>
 struct laprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -513,7 +513,7 @@ struct laprop_bfloat16_small {
 
 template <class Grad>
 struct laprop_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

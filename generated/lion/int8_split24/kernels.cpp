@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct lion_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -176,7 +176,7 @@ struct lion_float32_small {
 
 template <class Grad>
 struct lion_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -366,7 +366,7 @@ struct lion_bfloat16_small {
 
 template <class Grad>
 struct lion_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

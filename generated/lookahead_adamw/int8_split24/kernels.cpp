@@ -26,7 +26,7 @@ namespace {
 
 template <class Grad>
 struct lookahead_adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -285,7 +285,7 @@ struct lookahead_adamw_float32_small {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -587,7 +587,7 @@ struct lookahead_adamw_bfloat16_small {
 
 template <class Grad>
 struct lookahead_adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -929,7 +929,7 @@ struct lookahead_adamw_float16_small {
 
 template <class Grad>
 struct lookahead_adamw_float32_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1201,7 +1201,7 @@ struct lookahead_adamw_float32_sync_small {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1507,7 +1507,7 @@ struct lookahead_adamw_bfloat16_sync_small {
 
 template <class Grad>
 struct lookahead_adamw_float16_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1853,7 +1853,7 @@ struct lookahead_adamw_float16_sync_small {
 
 template <class Grad>
 struct lookahead_adamw_float32_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -2175,7 +2175,7 @@ struct lookahead_adamw_float32_amsgrad_small {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -2540,7 +2540,7 @@ struct lookahead_adamw_bfloat16_amsgrad_small {
 
 template <class Grad>
 struct lookahead_adamw_float16_amsgrad {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -2945,7 +2945,7 @@ struct lookahead_adamw_float16_amsgrad_small {
 
 template <class Grad>
 struct lookahead_adamw_float32_amsgrad_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -3280,7 +3280,7 @@ struct lookahead_adamw_float32_amsgrad_sync_small {
 
 template <class Grad>
 struct lookahead_adamw_bfloat16_amsgrad_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -3649,7 +3649,7 @@ struct lookahead_adamw_bfloat16_amsgrad_sync_small {
 
 template <class Grad>
 struct lookahead_adamw_float16_amsgrad_sync {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 5), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 

@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct madgrad_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -255,7 +255,7 @@ struct madgrad_float32_small {
 
 template <class Grad>
 struct madgrad_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -518,7 +518,7 @@ struct madgrad_bfloat16_small {
 
 template <class Grad>
 struct madgrad_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -821,7 +821,7 @@ struct madgrad_float16_small {
 
 template <class Grad>
 struct madgrad_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1054,7 +1054,7 @@ struct madgrad_float32_has_momentum_small {
 
 template <class Grad>
 struct madgrad_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 
@@ -1319,7 +1319,7 @@ struct madgrad_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct madgrad_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {4, ELEMENT, true}};
 

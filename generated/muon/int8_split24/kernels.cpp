@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct muon_float32_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -242,7 +242,7 @@ struct muon_float32_no_matrix_small {
 
 template <class Grad>
 struct muon_bfloat16_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -508,7 +508,7 @@ struct muon_bfloat16_no_matrix_small {
 
 template <class Grad>
 struct muon_float16_no_matrix {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

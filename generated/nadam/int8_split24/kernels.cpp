@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct nadam_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -282,7 +282,7 @@ struct nadam_float32_small {
 
 template <class Grad>
 struct nadam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -571,7 +571,7 @@ struct nadam_bfloat16_small {
 
 template <class Grad>
 struct nadam_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -900,7 +900,7 @@ struct nadam_float16_small {
 
 template <class Grad>
 struct nadam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1166,7 +1166,7 @@ struct nadam_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct nadam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1467,7 +1467,7 @@ struct nadam_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct nadam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -24,7 +24,7 @@ namespace {
 
 template <class Grad>
 struct radam_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -297,7 +297,7 @@ struct radam_float32_small {
 
 template <class Grad>
 struct radam_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -605,7 +605,7 @@ struct radam_bfloat16_small {
 
 template <class Grad>
 struct radam_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 10;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 10;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -938,7 +938,7 @@ struct radam_float16_small {
 
 template <class Grad>
 struct radam_float32_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1206,7 +1206,7 @@ struct radam_float32_decoupled_weight_decay_small {
 
 template <class Grad>
 struct radam_bfloat16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1508,7 +1508,7 @@ struct radam_bfloat16_decoupled_weight_decay_small {
 
 template <class Grad>
 struct radam_float16_decoupled_weight_decay {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 9;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 9;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

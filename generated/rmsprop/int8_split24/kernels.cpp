@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct rmsprop_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -204,7 +204,7 @@ struct rmsprop_float32_small {
 
 template <class Grad>
 struct rmsprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -418,7 +418,7 @@ struct rmsprop_bfloat16_small {
 
 template <class Grad>
 struct rmsprop_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -672,7 +672,7 @@ struct rmsprop_float16_small {
 
 template <class Grad>
 struct rmsprop_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -895,7 +895,7 @@ struct rmsprop_float32_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1163,7 +1163,7 @@ struct rmsprop_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1457,7 +1457,7 @@ struct rmsprop_float16_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float32_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1711,7 +1711,7 @@ struct rmsprop_float32_centered_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1997,7 +1997,7 @@ struct rmsprop_bfloat16_centered_small {
 
 template <class Grad>
 struct rmsprop_float16_centered {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 4), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -2322,7 +2322,7 @@ struct rmsprop_float16_centered_small {
 
 template <class Grad>
 struct rmsprop_float32_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -2643,7 +2643,7 @@ struct rmsprop_float32_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_bfloat16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -3010,7 +3010,7 @@ struct rmsprop_bfloat16_centered_has_momentum_small {
 
 template <class Grad>
 struct rmsprop_float16_centered_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 7;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 6), SCALARS = 7;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

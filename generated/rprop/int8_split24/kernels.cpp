@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct rprop_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -249,7 +249,7 @@ struct rprop_float32_small {
 
 template <class Grad>
 struct rprop_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -508,7 +508,7 @@ struct rprop_bfloat16_small {
 
 template <class Grad>
 struct rprop_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

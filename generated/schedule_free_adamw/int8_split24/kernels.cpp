@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct schedule_free_adamw_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -229,7 +229,7 @@ struct schedule_free_adamw_float32_small {
 
 template <class Grad>
 struct schedule_free_adamw_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -470,7 +470,7 @@ struct schedule_free_adamw_bfloat16_small {
 
 template <class Grad>
 struct schedule_free_adamw_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {4, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

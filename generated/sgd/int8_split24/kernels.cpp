@@ -162,7 +162,7 @@ struct sgd_float16 {
 
 template <class Grad>
 struct sgd_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -304,7 +304,7 @@ struct sgd_float32_has_momentum_small {
 
 template <class Grad>
 struct sgd_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -491,7 +491,7 @@ struct sgd_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct sgd_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -704,7 +704,7 @@ struct sgd_float16_has_momentum_small {
 
 template <class Grad>
 struct sgd_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -859,7 +859,7 @@ struct sgd_float32_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgd_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1045,7 +1045,7 @@ struct sgd_bfloat16_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgd_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 6;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 6;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct sgdp_float32_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -164,7 +164,7 @@ struct sgdp_float32_no_projected_small {
 
 template <class Grad>
 struct sgdp_bfloat16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -350,7 +350,7 @@ struct sgdp_bfloat16_no_projected_small {
 
 template <class Grad>
 struct sgdp_float16_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -576,7 +576,7 @@ struct sgdp_float16_no_projected_small {
 
 template <class Grad>
 struct sgdp_float32_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -726,7 +726,7 @@ struct sgdp_float32_nesterov_no_projected_small {
 
 template <class Grad>
 struct sgdp_bfloat16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -921,7 +921,7 @@ struct sgdp_bfloat16_nesterov_no_projected_small {
 
 template <class Grad>
 struct sgdp_float16_nesterov_no_projected {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -162,7 +162,7 @@ struct sgdw_float16 {
 
 template <class Grad>
 struct sgdw_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -307,7 +307,7 @@ struct sgdw_float32_has_momentum_small {
 
 template <class Grad>
 struct sgdw_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -493,7 +493,7 @@ struct sgdw_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct sgdw_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -719,7 +719,7 @@ struct sgdw_float16_has_momentum_small {
 
 template <class Grad>
 struct sgdw_float32_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -869,7 +869,7 @@ struct sgdw_float32_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgdw_bfloat16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1064,7 +1064,7 @@ struct sgdw_bfloat16_nesterov_has_momentum_small {
 
 template <class Grad>
 struct sgdw_float16_nesterov_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

@@ -168,7 +168,7 @@ struct signum_float16 {
 
 template <class Grad>
 struct signum_float32_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -312,7 +312,7 @@ struct signum_float32_has_momentum_small {
 
 template <class Grad>
 struct signum_bfloat16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -496,7 +496,7 @@ struct signum_bfloat16_has_momentum_small {
 
 template <class Grad>
 struct signum_float16_has_momentum {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

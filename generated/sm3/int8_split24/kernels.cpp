@@ -21,7 +21,7 @@ namespace {
 
 template <class Grad>
 struct sm3_float32_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -193,7 +193,7 @@ struct sm3_float32_no_factored_small {
 
 template <class Grad>
 struct sm3_bfloat16_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -398,7 +398,7 @@ struct sm3_bfloat16_no_factored_small {
 
 template <class Grad>
 struct sm3_float16_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 3;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 3;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -643,7 +643,7 @@ struct sm3_float16_no_factored_small {
 
 template <class Grad>
 struct sm3_float32_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -860,7 +860,7 @@ struct sm3_float32_has_momentum_no_factored_small {
 
 template <class Grad>
 struct sm3_bfloat16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -1119,7 +1119,7 @@ struct sm3_bfloat16_has_momentum_no_factored_small {
 
 template <class Grad>
 struct sm3_float16_has_momentum_no_factored {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 5;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 5;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

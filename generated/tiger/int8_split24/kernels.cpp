@@ -19,7 +19,7 @@ namespace {
 
 template <class Grad>
 struct tiger_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -163,7 +163,7 @@ struct tiger_float32_small {
 
 template <class Grad>
 struct tiger_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -347,7 +347,7 @@ struct tiger_bfloat16_small {
 
 template <class Grad>
 struct tiger_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 4;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 2), SCALARS = 4;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

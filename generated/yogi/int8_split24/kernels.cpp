@@ -23,7 +23,7 @@ namespace {
 
 template <class Grad>
 struct yogi_float32 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{4, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -251,7 +251,7 @@ struct yogi_float32_small {
 
 template <class Grad>
 struct yogi_bfloat16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 
@@ -512,7 +512,7 @@ struct yogi_bfloat16_small {
 
 template <class Grad>
 struct yogi_float16 {
-    static constexpr int BLOCK = 64, TILE = elements_of_tile(64), SCALARS = 8;
+    static constexpr int BLOCK = 64, TILE = elements_of_tile(64, 3), SCALARS = 8;
     // bytes per entry, of what, written
     static constexpr Column COLUMNS[] = {{2, ELEMENT, true}, {sizeof(typename Grad::stored), ELEMENT, false}, {1, ELEMENT, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}, {1, ELEMENT, true}, {2, BLOCK_OF, true}};
 

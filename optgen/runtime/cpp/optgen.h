@@ -32,19 +32,22 @@
 #define OPTGEN_ONCE __attribute__((noinline))
 #endif
 
-// Elements of a tile whose kept values the first-level cache holds, beside what is on its way (runtime/native.py).
-#ifndef OPTGEN_TILE
-#define OPTGEN_TILE 1024
+// Bytes of the first-level cache (runtime/native.py).
+#ifndef OPTGEN_L1
+#define OPTGEN_L1 32768
 #endif
 
 namespace {
 
 #include OPTGEN_SIMD
 
-// Whole vectors of storage blocks.
-constexpr int elements_of_tile(int block) {
-    const int least = 16 * block;
-    return least < OPTGEN_TILE ? OPTGEN_TILE / least * least : least;
+constexpr int VECTOR = 16;  // storage blocks whose values fill one register at the widest
+
+// How many elements a tile has, a multiple of 16 blocks: about 2048 where what is kept of them, `kept` arrays of 4
+// bytes, leaves a third of the first-level cache to what is on its way, else about 1024.
+constexpr int elements_of_tile(int block, int kept) {
+    const int least = VECTOR * block, wanted = 2048 * 4 * kept <= OPTGEN_L1 / 3 * 2 ? 2048 : 1024;
+    return least < wanted ? wanted / least * least : least;
 }
 
 inline F widened(I x) { return as_float(x << 16); }
@@ -276,9 +279,11 @@ template <class Kernel> void walk(const Tensor &t, int64_t first, int64_t count,
                 now = now < 8 - shift ? now : 8 - shift;
             else if (now >= unit)
                 now -= now % unit;
+        } else if ((flat || t.apart) && now > VECTOR) {
+            now -= now % VECTOR;
         }
         const bool whole = (flat || t.apart) && !shift &&
-                           (block == 1 ? now % unit == 0 : now == most && (lane + now) * block <= whole_end);
+                           (block == 1 ? now % unit == 0 : now % VECTOR == 0 && (lane + now) * block <= whole_end);
         if (whole) {
             char *at[n];
             for (int c = 0; c < n; c++)
