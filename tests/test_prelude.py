@@ -1,4 +1,4 @@
-"""The assembly of optgen.runtime.triton_prelude against its twins, read as NVIDIA's manual defines it.
+"""The assembly of optgen.runtime.triton_prelude against its twins, read as NVIDIA's and AMD's manuals define it.
 
 The interpreter runs the twins and no machine is at hand, so the permutations are carried out here, on words as a lane
 holds them: element i of a word is its i-th byte or half.
@@ -28,6 +28,12 @@ def _prmt(a: int, b: int, selector: int) -> int:
     return sum(source[pick] << 8 * i for i, pick in enumerate(picks))
 
 
+def _perm(a: int, b: int, selector: int) -> int:
+    """v_perm_b32 of AMD's CDNA 3: bytes 0 to 3 are those of the second word, 4 to 7 of the first, 12 is a zero."""
+    source = {12: 0} | {i: x >> 8 * (i % 4) & 0xFF for x, four in ((b, range(4)), (a, range(4, 8))) for i in four}
+    return sum(source[selector >> 8 * i & 0xFF] << 8 * i for i in range(4))
+
+
 def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
     """The words $0 .. of straight-line assembly whose inputs follow the outputs."""
     values = {f"${outputs + i}": x for i, x in enumerate(inputs)}
@@ -43,6 +49,8 @@ def _run(assembly: str, outputs: int, inputs: list[int]) -> list[int]:
         operands = [read(name) for name in names]
         if op == "prmt.b32":
             values[to] = _prmt(*operands)
+        elif op == "v_perm_b32":
+            values[to] = _perm(*operands)
         elif op == "shl.b32":
             values[to] = operands[0] << operands[1] & WORD
         elif op == "shr.u32":
@@ -91,6 +99,15 @@ def test_bytes_of_four_words_are_gathered(k: int) -> None:
     words = _words(4)
     (got,) = _run(triton_prelude.gather.fn(k), 1, words)
     assert _split(got, 8) == [x >> 8 * k & 0xFF for x in words]
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_bytes_of_two_words_come_beside_zeros(k: int) -> None:
+    """On AMD, as two halves, whose lower bytes are then stored."""
+    for words in (_words(2), [0xFFFFFFFF, 0], [0, 0xFFFFFFFF], [0x03020100, 0x83828180]):
+        pick = triton_prelude.between.fn(k)
+        (got,) = _run(_assembly("byte"), 1, [*words, pick, pick])
+        assert _split(got, 16) == [x >> 8 * k & 0xFF for x in words]
 
 
 @pytest.mark.parametrize("word", [0x03020100, 0xFFFE8180, *_words(20)])

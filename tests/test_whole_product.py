@@ -186,6 +186,10 @@ def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     assert "are of 3 states of the sources" in tool.report(outcomes, [], tool.Extent(1000, 3, False, 10, states=3))
     assert f"- {bad}: outside the bound: p\n" in text
     assert "sample" not in tool.report(outcomes, [], tool.Extent(2, 3, False, pairs=2))
+    kernels = [tool.Kernels((cell.spec, cell.plan)) for cell in (good, bad)]
+    some, all_of_them = (tool.report(outcomes, kernels, tool.Extent(2, 3, True, pairs)) for pairs in (10, 2))
+    assert "kernels of 2 of 10 pairs of rule and plan, the first ones of the order drawn by seed 3." in some
+    assert "kernels of 2 of 2 pairs of rule and plan.\n" in all_of_them
 
 
 def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:

@@ -297,7 +297,9 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         ]
         lines += table(["target", "kernels compiled", "failed"], rows)
         spilled = [s for k in kernels for s in k.spilled]
-        lines += ["", "Kernels of the same meaning were compiled once for a target, whatever they were printed for."]
+        order = f", the first ones of the order drawn by seed {extent.seed}" * (len(kernels) < extent.pairs)
+        lines += ["", f"They are the kernels of {len(kernels)} of {extent.pairs} pairs of rule and plan{order}."]
+        lines += ["Kernels of the same meaning were compiled once for a target, whatever they were printed for."]
         lines += ["", f"{len(spilled)} of them use stack or shared memory.", *(f"- {s}" for s in spilled)]
     failures = [f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad] + [f for k in kernels for f in k.failed]
     if failures:
