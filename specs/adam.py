@@ -1,7 +1,7 @@
 """Adam."""
 
 from optgen.lang import flag, hyper, maximum, nonneg, optimizer, sqrt, state
-from optgen.lang.policies import l2
+from optgen.lang.policies import decoupled, l2
 
 
 @optimizer(cite="Kingma & Ba 2015, arXiv:1412.6980; amsgrad: Reddi et al. 2018", like="torch.optim.Adam")
@@ -16,10 +16,14 @@ def adam(
     eps=hyper(1e-8, ge=0),
     weight_decay=hyper(0.0, ge=0),
     amsgrad=flag(False),
+    decoupled_weight_decay=flag(False),
 ):
-    """Adam with L2 weight decay."""
+    """Adam with L2 weight decay, or as AdamW has it."""
     beta1, beta2 = betas
-    g = l2(g, p, weight_decay)
+    if decoupled_weight_decay:
+        p = decoupled(p, lr, weight_decay)
+    else:
+        g = l2(g, p, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     if amsgrad:

@@ -278,7 +278,7 @@ class Run:
         self.stream = stream_key(0) if stream is None else stream
         self.hypers = hypers_of(built.cell, **hypers)
         self.host_states = dict(built.compiled.strict.program.host_states)
-        self.buffers = fresh(built, weight)
+        self.buffers = fresh(built, weight, self.hypers)
 
     def copy(self) -> Run:
         """The same run at the same step, on buffers of its own."""
@@ -377,7 +377,7 @@ def small_states(built: Built) -> dict[str, str]:
     return {s.name: s.space.name for s in present if s.space.name in spaces.SMALL}
 
 
-def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
+def fresh(built: Built, weight: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor]:
     """What a new optimizer stores for this weight: as the runtime starts its fields."""
     rounded = weight.to(getattr(torch, built.cell.param))
     values = {"p": rounded.float()}
@@ -387,7 +387,7 @@ def fresh(built: Built, weight: Tensor) -> dict[str, Tensor]:
             values[decl.name] = rounded.float()
         else:
             shape = rounded.shape if decl.space.name == "elem" else (1,)
-            first = built.spec.hyper(decl.init).default if isinstance(decl.init, str) else decl.init
+            first = hypers[decl.init] if isinstance(decl.init, str) else decl.init
             values[decl.name] = torch.full(shape, float(first))
         if decl.init != 0.0:
             starts.add(decl.name)

@@ -57,7 +57,7 @@ def enclosure(name: str, start: Tensor, grads: list[Tensor], options: dict[str, 
     flags = spec.flag_values(options)
     built = build(Cell(spec.name, "fp32", "float32", tuple(flags.items())))
     hypers = {h.name: options.get(h.name, h.default) for h in spec.hypers} | flags
-    inside = Run(built, start).enclosed()
+    inside = Run(built, start, **options).enclosed()
     for g in grads:
         inside = built.enclose(inside, g, hypers)
     return inside.p

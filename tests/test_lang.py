@@ -355,6 +355,18 @@ def test_init_from_the_parameter() -> None:
     assert states["x0"] is not p
 
 
+def test_init_from_a_hyper_parameter() -> None:
+    """As torch's Adagrad, whose sum begins with one; its own first step is the oracle."""
+    p, g = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    theirs = torch.nn.Parameter(p.clone())
+    other = torch.optim.Adagrad([theirs], lr=0.1, initial_accumulator_value=0.3)
+    theirs.grad = g
+    other.step()
+    moved, states, _ = spec_of("adagrad").evaluate(p, g, 1, lr=0.1, initial_accumulator_value=0.3)
+    torch.testing.assert_close(states["sum"], other.state[theirs]["sum"], rtol=1e-15, atol=0)
+    torch.testing.assert_close(moved, theirs.detach(), rtol=1e-15, atol=1e-15)
+
+
 def test_unknown_names_are_refused() -> None:
     for call in (
         lambda: many_ways.trace({"traced": True}),

@@ -481,3 +481,15 @@ def test_parameters_moved_after_their_states_were_made() -> None:
     variant = _variant(opt, p)
     with pytest.raises(RuntimeError, match=r"moved .* opt.load_state_dict\(opt.state_dict\(\)\)"):
         state.check(variant, torch.empty_like(p, device="meta"), opt.state[p], "body.bias")
+
+
+def test_two_models_whose_parameters_have_the_same_names() -> None:
+    """What is by name says so; what is by model or by position loses none."""
+    models = [nn.Linear(64, 80), nn.Linear(64, 80)]
+    opt = AdamW([{"params": m.named_parameters()} for m in models], plan="int8")
+    assert len(opt.full_weights()) == len(opt.memory().parameters) == 4
+    for refused in (opt.master_weights, opt.plans):
+        with pytest.raises(ValueError, match="2 parameters are called 'weight': give them different names"):
+            refused()
+    for model in models:
+        assert torch.equal(opt.master_state_dict(model)["weight"], model.weight)

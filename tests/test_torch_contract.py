@@ -7,7 +7,9 @@ are those of its generic tests, written anew.  docs/contract.md says which of th
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -338,6 +340,58 @@ def test_hooks_may_change_what_is_saved_and_loaded(cls: type[Optimizer]) -> None
     assert alike(other.state_dict()["state"], saved["state"])
 
 
+# -- checkpoints of torch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_argument_of_torch_is_one_here(name: str) -> None:
+    """With its default; Adafactor's eps[0] is a number here, torch's None means the same one for fp32."""
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    ours = inspect.signature(getattr(generated, name)).parameters
+    assert [x for x in theirs if x not in ours] == (["adjust_lr_fn"] if name == "Muon" else [])
+    for word in theirs.keys() & ours.keys() - ({"eps"} if name == "Adafactor" else set()):
+        assert theirs[word].default == ours[word].default, word
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), BOTH)
+def test_a_checkpoint_with_weights_that_made_no_step(cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
+    """Adagrad of torch keeps a state for them, too: before its first step a sum is what the option says."""
+    given = {**fresh(kwargs), **({"initial_accumulator_value": 0.3} if cls.__name__ == "Adagrad" else {})}
+    given.pop("foreach", None)
+    theirs, ours = matrices(), matrices()
+    other = getattr(torch.optim, cls.__name__)(theirs, **given)
+    for step in range(3):
+        give(theirs, step)
+        theirs[1].grad = None
+        other.step()
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            p.copy_(q)
+    opt = cls(ours, plan="fp32")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the checkpoint has no state for 1 parameters")
+        opt.load_state_dict(copy.deepcopy(other.state_dict()))
+    for p, q in zip(go_on(opt), go_on(other), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_decay_of_a_checkpoint_is_the_one_that_torch_goes_on_with(
+    name: str, decoupled: bool, weight_decay: float
+) -> None:
+    """An Adam takes it over, an AdamW has its own, whatever was loaded: as torch's."""
+    saved = torch.optim.Adam(matrices(), lr=0.1, weight_decay=weight_decay, decoupled_weight_decay=decoupled)
+    give(saved.param_groups[0]["params"], 5)
+    saved.step()
+    other, opt = getattr(torch.optim, name)(matrices()), getattr(generated, name)(matrices(), plan="fp32")
+    for one in (other, opt):
+        one.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for p, q in zip(go_on(opt), go_on(other), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 OTHER_WORDS = {
@@ -348,7 +402,7 @@ OTHER_WORDS = {
 }
 """Where the error is another than torch's: what torch only warns of is an error here, and Muon has no such argument."""
 
-ALLOWED = ("foreach", "capturable", "Tensor", "decoupled_weight_decay", "only support 2D parameters", "0 < eta1")
+ALLOWED = ("foreach", "capturable", "Tensor", "only support 2D parameters", "0 < eta1")
 """Errors of torch's own implementations, which are not here: such arguments are accepted.  Muon gives AdamW to what is
 no matrix; the two factors of Rprop have one range."""
 
@@ -369,3 +423,27 @@ def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
     kind, text = OTHER_WORDS.get(given.desc, (case.error_type, "" if given.params is None else case.error_regex))
     with pytest.raises((kind, TypeError) if given.params is None else kind, match=text):
         cls(params, **fresh(given.kwargs)).step()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("backend", "gpu", "backend must be one of auto, reference, triton, cpp, got 'gpu'"),
+        ("seed", "a", "seed must be an int, got 'a'"),
+        ("maximize", "no", "maximize must be True or False, got 'no'"),
+        ("amsgrad", 1, "amsgrad must be True or False, got 1"),
+        ("lr", -1.0, "lr must be >= 0"),
+    ],
+)
+def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(key: str, value: Any, message: str) -> None:
+    opt = trained(generated.AdamW, {}, 1)
+    before = copy.deepcopy(opt.state_dict())
+    weights = [p.detach().clone() for p in opt.param_groups[0]["params"]]
+    good = opt.param_groups[0][key]
+    opt.param_groups[0][key] = value
+    give(opt.param_groups[0]["params"], 9)
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        opt.step()
+    opt.param_groups[0][key] = good
+    assert alike(opt.state_dict()["state"], before["state"])
+    assert alike([p.detach() for p in opt.param_groups[0]["params"]], weights)

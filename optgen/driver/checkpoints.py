@@ -422,7 +422,7 @@ def _decode_own(
     except (TypeError, ValueError) as error:
         raise _refuse(file, str(error)) from error
     known = opt.dense_state_dict()["state"]
-    full = list(opt.master_weights().values()) if all(p.weight is not None for p in found.parameters) else []
+    full = opt.full_weights() if all(p.weight is not None for p in found.parameters) else []
     found.states = known
     for p, exact in zip(found.parameters, full, strict=False):
         p.weight = exact if p.dtype in TRAINED else p.weight

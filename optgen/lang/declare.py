@@ -152,8 +152,7 @@ def _state(
             raise _refuse(f"a state's only trait is `nonneg`, got {t!r}", "state(nonneg, when=..., init=...)")
     if when is not None and not isinstance(when, str):
         raise _refuse(f"when= is the name of a flag in quotes, got {when!r}", 'for instance when="amsgrad"')
-    named = isinstance(init, str) and init != "param" and space in (spaces.tensor, spaces.model)
-    start: float | str = str(init) if init == "param" or named else _number("init=", init)
+    start: float | str = init if isinstance(init, str) else _number("init=", init)
     if not isinstance(start, str) and not math.isfinite(start):
         raise _refuse(f"a state cannot start at {start:g}", "a finite number")
     if nonneg in traits and not isinstance(start, str) and start < 0:

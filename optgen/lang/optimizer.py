@@ -253,8 +253,11 @@ def _check_references(spec: Spec) -> None:
             raise UserError(
                 "E110", loc=s.loc, what=f"state `{s.name}`", option="init", value=s.init, kind="hyper-parameter",
                 note=f"numbers among the hyper-parameters of this spec: {_listed(scalars)}",
-                hint=did_you_mean(s.init, scalars),
+                hint=did_you_mean(s.init, [*scalars, "param"]),
             )  # fmt: skip
+        if s.nonneg and isinstance(s.init, str) and not _never_negative(spec.hyper(s.init)):
+            what = f"state `{s.name}` is declared nonneg, and `{s.init}`, at which it starts, may be below 0"
+            raise UserError("E113", loc=s.loc, what=what, hint=f"{s.init}=hyper(..., ge=0)")
     roots = {s.name: s for s in spec.states if s.nonneg}
     for s in spec.states:
         if s.normalized_by is None:
@@ -270,6 +273,10 @@ def _check_references(spec: Spec) -> None:
         if s.nonneg or missing or root.space != s.space:
             places = [loc for loc in (s.loc, root.loc) if loc]
             raise UserError("E119", loc=places, name=s.name, root=root.name)
+
+
+def _never_negative(h: HyperDecl) -> bool:
+    return any(least is not None and least >= 0 for least in (h.ge, h.gt))
 
 
 def _check_defaults(spec: Spec) -> None:

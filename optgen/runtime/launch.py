@@ -622,6 +622,8 @@ def _warn_slow(reason: str) -> None:
 def meaning(option: str) -> str:
     """A group's `backend` option, in which OPTGEN_BACKEND takes the place of "auto"."""
     if option != "auto":
+        if option not in options.BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(options.BACKENDS)}, got {option!r}")
         return option
     asked = os.environ.get("OPTGEN_BACKEND") or "auto"
     if asked not in options.BACKENDS:

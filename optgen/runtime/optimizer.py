@@ -664,6 +664,7 @@ class Optimizer(torch.optim.Optimizer):
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
         for number, group in enumerate(self.param_groups):
+            options.check_again(type(self), group)
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
             names, start = group.get("param_names"), position
             position += len(group["params"])
@@ -1074,10 +1075,19 @@ class Optimizer(torch.optim.Optimizer):
         return {"state": dense, "param_groups": groups}
 
     def master_weights(self) -> dict[str | int, Tensor]:
-        """The weights at full precision, fp32, by name (by position where parameters have no names)."""
+        """The weights at full precision, fp32, by name (by position where parameters have no names).
+
+        ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
+        """
         self._refuse_in_evaluation("master_weights()")
+        self._refuse_same_names("master_weights()", "master_state_dict(model) has those of one model")
+        return dict(zip((entry.name for entry in self._entries()), self.full_weights(), strict=True))
+
+    def full_weights(self) -> list[Tensor]:
+        """The weights at full precision, fp32, in the order of the groups."""
+        self._refuse_in_evaluation("full_weights()")
         with torch.no_grad():
-            return {entry.name: self._full_weight(entry) for entry in self._entries()}
+            return [self._full_weight(entry) for entry in self._entries()]
 
     def _full_weight(self, entry: Entry) -> Tensor:
         kept = self.state.get(entry.p)
@@ -1135,9 +1145,21 @@ class Optimizer(torch.optim.Optimizer):
             low_bits.carry(model, model.parameters())
 
     def plans(self) -> dict[Label, str]:
-        """The plan that each parameter is kept under, by name (by position over all groups where it has none)."""
+        """The plan that each parameter is kept under, by name (by position over all groups where it has none).
+
+        ValueError where two parameters have one name.
+        """
+        self._refuse_same_names("plans()", "memory() lists them")
         self._see_marks()
         return {entry.name: self._plan_of(entry) for entry in self._entries() if entry.p.requires_grad}
+
+    def _refuse_same_names(self, what: str, hint: str) -> None:
+        count = Counter(entry.name for entry in self._entries())
+        if count and (most := count.most_common(1)[0])[1] > 1:
+            raise ValueError(
+                f"{type(self).__name__}.{what} is by name, and {most[1]} parameters are called {most[0]!r}: give them "
+                f"different names; {hint}"
+            )
 
     def _plan_of(self, entry: Entry) -> str:
         return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown

@@ -76,6 +76,14 @@ def check(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_again(cls: Any, group: Mapping[str, Any]) -> None:
+    """Errors of `check` for what a user put into a group since, of the options that no step reads through a check of
+    its own; a step that is not like the one before asks, for each group."""
+    switches = ("maximize", *[flag.name for flag in flags_declared(cls) if not flag.derived])
+    if type(group["seed"]) is not int or not all(type(group[name]) is bool for name in switches):
+        check(cls, group)
+
+
 def _said(group: Mapping[str, Any], name: str) -> bool:
     """Whether an option is there and not empty or off; a tensor, which may have no truth, never is."""
     value = group.get(name)

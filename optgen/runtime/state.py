@@ -144,11 +144,13 @@ def create(
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
     made = {f.name: zeros(f, p, arena) for f in missing}
-    encoded = [f.name for f in missing if f.owner == "p" or f.owner in variant.init]
+    values = first_values(variant, p, hypers or {})
+    encoded = [f.name for f in missing if f.owner == "p" or not _is_zero(values[f.owner])]
     if encoded:
         own = {f.name for f in variant.fields if f.owner == "p"}
         exact = low_bits.exact(p) if rounded is not None and own.isdisjoint(state) else None
-        values = first_values(variant, p if exact is None else exact, hypers or {})
+        if exact is not None:
+            values = first_values(variant, exact, hypers or {})
         if exact is None or rounded is None:
             layout.encode(plan, variant, p, values, encoded, made)
         else:
@@ -160,6 +162,10 @@ def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
     """Bytes of the fields that `create` will make, in its order."""
     fields = [f for f in variant.fields if f.name not in present]
     return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
+
+
+def _is_zero(start: Tensor | float) -> bool:
+    return not isinstance(start, Tensor) and start == 0
 
 
 def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict[str, Tensor | float]:

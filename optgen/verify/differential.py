@@ -621,8 +621,11 @@ class Trial:
         shape = self.param.shape
         flags = self.spec.flag_values(self.hypers, tuple(shape))
         values: dict[str, Tensor | float] = {}
+        group = self.optimizer.param_groups[0]
         for s in self.spec.present(flags):
-            start = self.param.detach().float() if s.init == "param" else float(s.init)
+            start: Tensor | float = self.param.detach().float()
+            if s.init != "param":
+                start = float(group[s.init] if isinstance(s.init, str) else s.init)
             values[s.name] = states.get(s.name, start)
         fields = {f.name for f in self.variant.fields}
         made: dict[str, Any] = layout.encode(self.module, self.variant, self.param, values, fields)

@@ -172,7 +172,7 @@ class Side:
         """Makes the states that the first step would make."""
         for p in self.params:
             module, variant = self.select(p)
-            self.optimizer.state[p] = state.create(module, variant, p, {})
+            self.optimizer.state[p] = state.create(module, variant, p, {}, hypers=self.optimizer.param_groups[0])
 
 
 # A case ---------------------------------------------------------------------------------------------------------------
