@@ -433,6 +433,11 @@ def test_arguments_that_torch_refuses(cls: type[Optimizer], case: Any) -> None:
         ("maximize", "no", "maximize must be True or False, got 'no'"),
         ("amsgrad", 1, "amsgrad must be True or False, got 1"),
         ("lr", -1.0, "lr must be >= 0"),
+        ("lr", 10**400, "lr must be a number"),
+        ("betas", 0.9, "betas must be 2 numbers, but its group has 0.9"),
+        ("betas", (0.9, 0.99, 0.999), "betas must be 2 numbers, but its group has (0.9, 0.99, 0.999)"),
+        ("betas", "ab", "betas must be 2 numbers"),
+        ("eps", None, "eps must be a number, got None"),
     ],
 )
 def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(key: str, value: Any, message: str) -> None:

@@ -72,19 +72,26 @@ class Hyper:
 
     def read(self, value: object) -> float | tuple[float, ...]:
         """The current value of the option, which schedulers may have set to anything number-like."""
-        if type(value) is float:
-            return self._inside(value)
-        if isinstance(self.default, tuple) and isinstance(value, Sequence):
-            return tuple(self._read_one(part) for part in value)
-        return self._read_one(value)
+        if isinstance(self.default, tuple):
+            return tuple(self._read_one(part) for part in self._parts(value))
+        return self._inside(value) if type(value) is float else self._read_one(value)
 
     def read_on(self, value: object, device: torch.device) -> Scalar | tuple[Scalar, ...]:
         """`read` without looking at tensors on that device: they come as 0-dim fp64 ones, not held to the range."""
-        if isinstance(self.default, tuple) and isinstance(value, Sequence):
-            return tuple(self._read_one_on(part, device) for part in value)
-        if isinstance(self.default, tuple) and isinstance(value, torch.Tensor) and value.ndim == 1:
-            return tuple(self._read_one_on(part, device) for part in value.unbind())
+        if isinstance(self.default, tuple):
+            return tuple(self._read_one_on(part, device) for part in self._parts(value))
         return self._read_one_on(value, device)
+
+    def _parts(self, value: object) -> Sequence[object]:
+        """The numbers of a tuple, as many as there are to be; errors are those of its group."""
+        assert isinstance(self.default, tuple)
+        if isinstance(value, torch.Tensor) and value.ndim == 1:
+            value = value.unbind()
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{self.name} must be {len(self.default)} numbers, but its group has {value!r}")
+        if len(value) != len(self.default):
+            raise ValueError(f"{self.name} must be {len(self.default)} numbers, but its group has {value!r}")
+        return value
 
     def _read_one_on(self, value: object, device: torch.device) -> Scalar:
         if isinstance(value, torch.Tensor) and value.device == device and value.numel() == 1 and not value.is_complex():
@@ -114,14 +121,15 @@ class Hyper:
 
 
 def as_float(value: object) -> float | None:
-    """`value` as a Python float: real numbers of any kind and one-element tensors; None for all else."""
+    """`value` as a Python float: real numbers of any kind and one-element tensors; None for all else, and for integers
+    beyond the range of a float."""
     if isinstance(value, torch.Tensor):
         return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, (str, bytes, complex)):
         return None
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
