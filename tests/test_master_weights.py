@@ -484,12 +484,16 @@ def test_parameters_moved_after_their_states_were_made() -> None:
 
 
 def test_two_models_whose_parameters_have_the_same_names() -> None:
-    """What is by name says so; what is by model or by position loses none."""
+    """What is by name says so where names do not tell parameters apart; what is by model or position loses none."""
     models = [nn.Linear(64, 80), nn.Linear(64, 80)]
-    opt = AdamW([{"params": m.named_parameters()} for m in models], plan="int8")
+    groups: list[dict[str, Any]] = [{"params": m.named_parameters()} for m in models]
+    opt = AdamW(groups, plan="int8")
     assert len(opt.full_weights()) == len(opt.memory().parameters) == 4
-    for refused in (opt.master_weights, opt.plans):
-        with pytest.raises(ValueError, match="2 parameters are called 'weight': give them different names"):
-            refused()
+    with pytest.raises(ValueError, match="two parameters are called 'weight': give them different names"):
+        opt.master_weights()
+    assert opt.plans() == dict.fromkeys(("weight", "bias"), "int8")
     for model in models:
         assert torch.equal(opt.master_state_dict(model)["weight"], model.weight)
+    other = AdamW([{"params": models[0].named_parameters(), "plan": "fp32"}, {"params": models[1].named_parameters()}])
+    with pytest.raises(ValueError, match="two parameters are called 'weight', and they are kept under"):
+        other.plans()

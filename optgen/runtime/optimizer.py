@@ -1080,8 +1080,14 @@ class Optimizer(torch.optim.Optimizer):
         ValueError where two parameters have one name, as those of two models may: see `master_state_dict`.
         """
         self._refuse_in_evaluation("master_weights()")
-        self._refuse_same_names("master_weights()", "master_state_dict(model) has those of one model")
-        return dict(zip((entry.name for entry in self._entries()), self.full_weights(), strict=True))
+        names = [entry.name for entry in self._entries()]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"{type(self).__name__}.master_weights() is by name, and two parameters are called {twice[0]!r}: give "
+                f"them different names, or take master_state_dict(model) of each model"
+            )
+        return dict(zip(names, self.full_weights(), strict=True))
 
     def full_weights(self) -> list[Tensor]:
         """The weights at full precision, fp32, in the order of the groups."""
@@ -1147,19 +1153,17 @@ class Optimizer(torch.optim.Optimizer):
     def plans(self) -> dict[Label, str]:
         """The plan that each parameter is kept under, by name (by position over all groups where it has none).
 
-        ValueError where two parameters have one name.
+        ValueError where two parameters of one name are kept under different plans.
         """
-        self._refuse_same_names("plans()", "memory() lists them")
         self._see_marks()
-        return {entry.name: self._plan_of(entry) for entry in self._entries() if entry.p.requires_grad}
-
-    def _refuse_same_names(self, what: str, hint: str) -> None:
-        count = Counter(entry.name for entry in self._entries())
-        if count and (most := count.most_common(1)[0])[1] > 1:
-            raise ValueError(
-                f"{type(self).__name__}.{what} is by name, and {most[1]} parameters are called {most[0]!r}: give them "
-                f"different names; {hint}"
-            )
+        found: dict[Label, str] = {}
+        for entry in self._entries():
+            if entry.p.requires_grad and found.setdefault(entry.name, self._plan_of(entry)) != self._plan_of(entry):
+                raise ValueError(
+                    f"{type(self).__name__}: two parameters are called {entry.name!r}, and they are kept under "
+                    f"{found[entry.name]} and {self._plan_of(entry)}: give them different names"
+                )
+        return found
 
     def _plan_of(self, entry: Entry) -> str:
         return plans.chosen(type(self), entry.group, entry.p.dtype, entry.name).shown
