@@ -28,6 +28,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
     ("Adam", {"lr": 1e-3, "weight_decay": 1e-2}),
     ("Adam", {"lr": 1e-3, "amsgrad": True}),
+    ("Adam", {"lr": 1e-3, "weight_decay": 1e-1, "decoupled_weight_decay": True}),
     ("AdamW", {"lr": 1e-3}),
     ("AdamW", {"lr": 1e-3, "amsgrad": True, "betas": (0.8, 0.95)}),
     ("RMSprop", {"lr": 1e-3}),
@@ -36,7 +37,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("Adadelta", {"lr": 1.0}),
     ("Adamax", {"lr": 2e-3, "weight_decay": 1e-2}),
     ("NAdam", {"lr": 2e-3}),
+    ("NAdam", {"lr": 2e-3, "weight_decay": 1e-1, "decoupled_weight_decay": True}),
     ("RAdam", {"lr": 1e-3}),
+    ("RAdam", {"lr": 1e-3, "weight_decay": 1e-1, "decoupled_weight_decay": True}),
     ("Rprop", {"lr": 1e-3}),
 ]
 
