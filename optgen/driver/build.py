@@ -102,11 +102,15 @@ class Manifest:
 
 
 def read_manifest(out: Path, force: bool = False) -> Manifest:
-    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read."""
+    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read.
+
+    Files that it names are removed one day: names that lead out of the folder make it a damaged one, and are left out
+    under `force`.
+    """
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
-        return Manifest({str(k): str(v) for k, v in data["files"].items()}, specs)
+        files = {k: str(v) for k, v in data["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
         return Manifest()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,6 +118,11 @@ def read_manifest(out: Path, force: bool = False) -> Manifest:
             return Manifest()
         why = str(error) if isinstance(error, OSError | ValueError) else "it is not one that optgen wrote"
         raise UserError("E415", file=relative(str(out / MANIFEST)), why=why) from error
+    foreign = [name for name in files if not swap.is_name(name)]
+    if foreign and not force:
+        why = f"it lists {foreign[0]!r}, which is not how optgen names a file of this folder"
+        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why)
+    return Manifest({k: v for k, v in files.items() if k not in foreign}, specs)
 
 
 def digest(data: bytes) -> str:
@@ -132,6 +141,9 @@ class Unit:
     plans: tuple[Plan, ...]
     listed: tuple[str, ...]
     reference: str
+
+
+_LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
 
 
 def build(request: Request, track: Track | None = None) -> Outcome:
@@ -154,8 +166,10 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
     files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
-    stale = [] if request.partial else sorted(set(manifest.files) - set(files))
-    kept = {k: v for k, v in manifest.files.items() if k not in stale}
+    gone = [] if request.partial else sorted(set(manifest.files) - set(files))
+    kept = {k: v for k, v in manifest.files.items() if k not in gone}
+    stale = [name for name in gone if swap.is_inside(out, name)]
+    outcome.warnings += [_LINKED.format(file=f"{outcome.out}/{name}") for name in gone if name not in stale]
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
     files[MANIFEST] = new.text()
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
@@ -428,5 +442,5 @@ def _drop_empty(out: Path, removed: Sequence[str]) -> None:
     """Removes folders of removed files that hold nothing but compiled Python any more."""
     folders = {p for name in removed for p in (out / name).parents if p != out and p.is_relative_to(out)}
     for folder in sorted(folders, key=lambda p: -len(p.parts)):
-        if folder.is_dir() and all(p.name == "__pycache__" for p in folder.iterdir()):
+        if folder.is_dir() and not folder.is_symlink() and all(p.name == "__pycache__" for p in folder.iterdir()):
             shutil.rmtree(folder)
