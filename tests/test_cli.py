@@ -342,6 +342,92 @@ def test_a_file_that_is_no_python_is_refused(project: Path) -> None:
     assert caught.value.code == "E417"
 
 
+def _refused(monkeypatch: pytest.MonkeyPatch, path: Path, method: str = "read_bytes") -> None:
+    """Lets the system refuse one file or folder, whoever runs the tests."""
+    real = getattr(Path, method)
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, method, refuse)
+
+
+def test_what_editors_and_systems_lay_beside_specs_is_no_spec(project: Path, run: Run) -> None:
+    """Emacs locks a file by a link to nowhere, macOS keeps attributes in ._ files; folders are no files."""
+    run("new", "mine")
+    (project / "specs/.#mine.py").symlink_to("somebody@somewhere.1234")
+    (project / "specs/._mine.py").write_bytes(b"\0\5\x16\7")
+    (project / "specs/gone.py").symlink_to("nowhere.py")
+    (project / "specs/folder.py").mkdir()
+    (project / "specs/plans.py").mkdir()
+    assert [e.name for e in load.entries().values() if e.own] == ["mine"]
+    assert load.without_spec() == []
+    assert set(watch.stamps(project, [])) >= {project / "specs/mine.py"}
+    assert not [f for f in watch.stamps(project, []) if f.name != "mine.py" and f.parent == project / "specs"]
+    for words in (["list"], ["check"], ["explain", "mine"], ["build", "mine", "--plan", "fp32"]):
+        code, out, err = run(*words, "--json")
+        assert (code, as_json(out)["exit"], err) == (0, 0, "")
+    for name in ("gone", "folder", ".#mine"):
+        with pytest.raises(UserError) as caught:
+            load.find_spec(name)
+        assert caught.value.code == "E404"
+
+
+def test_files_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "other", "third"):
+        run("new", name)
+    file = project / "specs/mine.py"
+    _refused(monkeypatch, file)
+    for words in (["build"], ["build", "mine"], ["explain", "mine"], ["explain", "specs/mine.py"]):
+        code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert err == "error[E417]: specs/mine.py cannot be read: Permission denied\n"
+    code, out, _ = run("check", "--json")
+    assert code == 2
+    assert [e["code"] for e in as_json(out)["errors"]] == ["E417"]
+    code, out, _ = run("list", "--json")
+    assert code == 0
+    assert [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"] == ["error E417"]
+    assert run("explain", "other")[0] == 0
+    monkeypatch.undo()
+    os.chdir(project)
+    assert run("explain", "mine")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("specs/plans.py", "read_bytes"), ("specs", "iterdir"), ("pyproject.toml", "read_text")]
+)
+def test_parts_of_a_project_that_may_not_be_read(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    run("new", "mine")
+    (project / "specs/plans.py").write_text("# none\n")
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")
+    _refused(monkeypatch, project / name, method)
+    code, out, err = run("build", "mine", "--plan", "fp32", "--check")
+    assert (code, out) == (2, "")
+    assert err == f"error[E417]: {name} cannot be read: Permission denied\n"
+
+
+def test_a_table_above_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")
+    (project / "deep").mkdir()
+    monkeypatch.chdir(project / "deep")
+    assert load.home() == project
+    _refused(monkeypatch, project / "pyproject.toml")
+    assert load.home() == project / "deep"
+    assert run("explain", "lion")[0] == 0
+
+
+def test_a_name_that_no_file_can_have(run: Run) -> None:
+    for name in ("x" * 5000, "x" * 5000 + ".py"):
+        code, _, err = run("explain", name)
+        assert code == 2
+        assert err.startswith("error[E417]: ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
 def test_output_that_nobody_takes(words: list[str]) -> None:
