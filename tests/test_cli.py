@@ -235,6 +235,25 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     assert "specs/bad.py:3:5" in err
 
 
+@pytest.mark.parametrize("words", ["raise SystemExit", "sys.exit(0)", "sys.exit(3)", "sys.exit('enough')"])
+def test_a_spec_that_ends_the_program_does_not_end_ours(project: Path, run: Run, words: str) -> None:
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    file.write_text("import sys\n" + file.read_text() + f"\n{words}\n")
+    last = len(file.read_text().splitlines())
+    code, out, err = run("explain", "mine", "--json")
+    error = as_json(out)["error"]
+    assert (code, error["code"], error["places"][0]["line"]) == (2, "E402", last)
+    assert f"specs/mine.py:{last}" in err
+    assert error["message"].startswith("SystemExit: ")
+
+
+def test_interrupting_a_spec_is_no_fault_of_it(project: Path, run: Run) -> None:
+    run("new", "mine")
+    (project / "specs/mine.py").write_text("raise KeyboardInterrupt\n")
+    assert run("explain", "specs/mine.py")[0] == terminal.INTERRUPTED
+
+
 def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
     run("new", "mine")
     _, out, _ = run("check", "mine", "--plan", "int8", "--plan", "fp32")

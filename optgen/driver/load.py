@@ -281,7 +281,7 @@ def load(file: Path) -> ModuleType:
             exec(code, module.__dict__)
         except BaseException as error:
             sys.modules.pop(name, None)
-            if isinstance(error, UserError) or not isinstance(error, Exception):
+            if isinstance(error, UserError) or not isinstance(error, (Exception, SystemExit)):
                 raise
             raise _as_user_error(error, file) from error
     _loaded[file] = (stat.st_mtime_ns, stat.st_size, module)
@@ -314,7 +314,7 @@ def _package(name: str) -> ModuleType | None:
         return None
 
 
-def _as_user_error(error: Exception, file: Path) -> UserError:
+def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
     """A fault in a user's file, with its place."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         column = max((error.offset or 1) - 1, 0)
@@ -329,12 +329,15 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
             place = of_frame(frame)
     path = error.path if isinstance(error, ImportError) else None
     text = str(error).removesuffix(f" ({path})")  # where a module lies on this machine is no part of the mistake
-    return UserError("E402", loc=place, kind=type(error).__name__, text=text, hint=_meant(error, file))
+    kind = type(error).__name__
+    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_meant(error, file))
 
 
-def _meant(error: Exception, file: Path) -> str:
+def _meant(error: Exception | SystemExit, file: Path) -> str:
     """A name like the one that is not there, or what to write instead; "" where nothing is known."""
     source: object
+    if isinstance(error, SystemExit):
+        return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
     if isinstance(error, NameError) and error.name:
         found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
         return f"from {found.__name__} import {error.name}" if found else ""
