@@ -248,6 +248,21 @@ def test_a_spec_that_ends_the_program_does_not_end_ours(project: Path, run: Run,
     assert error["message"].startswith("SystemExit: ")
 
 
+def test_what_a_spec_prints_is_no_part_of_the_object(project: Path, run: Run) -> None:
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    file.write_text("print('loading mine')\n" + file.read_text())
+    for words in (["build", "--plan", "fp32"], ["check"], ["list"]):
+        load._loaded.clear()
+        code, out, err = run(*words, "--json")
+        assert (code, as_json(out)["exit"], err) == (0, 0, "loading mine\n")
+    load._loaded.clear()
+    assert run("explain", "mine")[1].startswith("loading mine\n")
+    file.write_text("print('loading mine')\n1 / 0\n")
+    code, out, err = run("explain", "specs/mine.py", "--json")
+    assert (code, as_json(out)["error"]["code"], err.splitlines()[0]) == (2, "E402", "loading mine")
+
+
 def test_interrupting_a_spec_is_no_fault_of_it(project: Path, run: Run) -> None:
     run("new", "mine")
     (project / "specs/mine.py").write_text("raise KeyboardInterrupt\n")
