@@ -280,6 +280,23 @@ def test_a_failing_build_leaves_everything_as_it_was(project: Path, text: str, c
     assert not list(project.glob(".optgen-*"))
 
 
+@pytest.mark.parametrize("text", ["def broken(:\n", "1 / 0\n", "raise SystemExit\n", rule("third") + "1 / 0\n"])
+def test_a_broken_spec_stands_in_the_way_of_no_other(project: Path, text: str) -> None:
+    (project / "specs/third.py").write_text(text)
+    (project / "rules").mkdir()
+    (project / "rules/fourth.py").write_text("1 / 0\n")
+    (project / "rules/fifth.py").write_text(rule("fifth"))
+    outcome = run(names=("first",))
+    assert outcome.packages == ["first/fp32", "first/int8_split24"]
+    assert run(names=("lion",), out="elsewhere").packages == ["lion/fp32", "lion/int8_split24"]
+    specs = '["*", "rules/fourth.py", "rules/fifth.py"]'
+    (project / "pyproject.toml").write_text(f'[tool.optgen]\nbuild = [{{ specs = {specs}, plans = ["bf16_sr"] }}]\n')
+    assert run(names=("second",)).packages == ["second/bf16_sr"]
+    assert run(names=("rules/fifth.py",)).packages == ["fifth/bf16_sr"]
+    with pytest.raises(UserError):
+        run(names=("specs/third.py",))
+
+
 _KILLED = """
 import os, sys
 from optgen.driver.build import Request, build

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class Request:
     check: bool = False
     force: bool = False
     project: Path = field(default_factory=load.home)
+
+    def __post_init__(self) -> None:
+        if self.out == "":
+            raise UserError("E411", option="--out", want="the name of a folder", got="", hint="--out generated")
 
     @property
     def partial(self) -> bool:
@@ -150,7 +154,7 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     """Builds, or checks, what was asked for.  Raises UserError before anything is changed."""
     project = request.project
     config = read_config(project)
-    out = Path.cwd() / request.out if request.out else project / config.out
+    out = Path.cwd() / request.out if request.out is not None else project / config.out
     if out.exists() and not out.is_dir():
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
     if not request.check:
@@ -227,9 +231,10 @@ def _nothing(request: Request, config: Config) -> UserError:
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
     """The specs named on the command line: under the named plans, else under those that they have, else the usual."""
     out: list[Wish] = []
+    known = load.entries(request.project)
     for name in request.names:
         spec = load.find_spec(name, request.project).name
-        usual = [w for w in everything if load.find_spec(w.spec, request.project).name == spec]
+        usual = [w for w in everything if _stands_for(w, spec, known, request.project)]
         if request.plans:
             out += plan_wishes(name, request.plans, request.project)
         elif usual:
@@ -238,6 +243,16 @@ def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> 
             plans = manifest.specs[spec].plans if spec in manifest.specs else DEFAULT_PLANS
             out += [Wish(name, plan, False) for plan in plans]
     return out
+
+
+def _stands_for(wish: Wish, spec: str, known: Collection[str], project: Path) -> bool:
+    """Whether a wish is for the spec of that name; one that was not asked for may be broken."""
+    if wish.spec in known:
+        return wish.spec == spec
+    try:
+        return load.find_spec(wish.spec, project).name == spec
+    except UserError:
+        return False
 
 
 def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome) -> bool:

@@ -53,8 +53,8 @@ def watch(
     for option, values in (("--plan", plans), ("--backend", backends)):
         for value in values:
             command += [option, value]
-    command += ["--out", out] if out else []
-    command += ["--maths", maths] if maths else []
+    command += ["--out", out] if out is not None else []
+    command += ["--maths", maths] if maths is not None else []
     command += ["--force"] if force else []
     command += ["--json"] if terminal.as_json else []
     terminal.silent = True  # every build says its own
