@@ -17,6 +17,7 @@ import specs
 from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.fuzz import Example, read_example
+from optgen.lower import naming
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -271,6 +272,52 @@ def test_interrupting_a_spec_is_no_fault_of_it(project: Path, run: Run) -> None:
     run("new", "mine")
     (project / "specs/mine.py").write_text("raise KeyboardInterrupt\n")
     assert run("explain", "specs/mine.py")[0] == terminal.INTERRUPTED
+
+
+def test_a_spec_in_another_encoding(project: Path, run: Run) -> None:
+    """By its first line a file may be in any; without one it is UTF-8, in its comments as well."""
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    text = file.read_text()
+    latin = (text + "# café\n").encode("latin-1")
+    last = latin.count(b"\n")
+    file.write_bytes(latin)
+    code, out, _ = run("explain", "mine", "--json")
+    error = as_json(out)["error"]
+    assert (code, error["code"], error["message"]) == (2, "E401", "the byte 0xe9 is not valid UTF-8")
+    assert error["places"] == [{"file": "specs/mine.py", "line": last, "column": 6, "function": ""}]
+    assert "coding" in error["hint"]
+    for first in ("# café", "# -*- coding: utf-8 -*- café"):
+        file.write_bytes(f"{first}\n{text}".encode("latin-1"))
+        code, out, _ = run("explain", "mine", "--json")
+        assert (as_json(out)["error"]["code"], as_json(out)["error"]["places"][0]["line"]) == ("E401", 1)
+    file.write_bytes(b"# -*- coding: ascii -*-\n" + latin)
+    assert "0xe9 is not valid ascii" in run("explain", "mine")[2]
+    for name in ("rot13", "no-such"):
+        file.write_text(f"# -*- coding: {name} -*-\n{text}")
+        assert "error[E401]: " in run("explain", "mine")[2]
+    file.write_bytes(b"# -*- coding: latin-1 -*-\n" + latin)
+    assert run("explain", "mine")[0] == 0
+    file.write_bytes(b"\xef\xbb\xbf" + (text + "# café\n").encode())
+    assert run("explain", "mine")[0] == 0
+    file.write_bytes(b"\xef\xbb\xbfx = 1\n" + latin)
+    assert f"specs/mine.py:{last + 1}:6\n" in run("explain", "mine")[2]
+
+
+def test_names_in_formats_of_another_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "formats.py"
+    file.write_bytes("# -*- coding: latin-1 -*-\ncafé = 1  # é\n".encode("latin-1"))
+    assert naming._targets(str(file)) == {2: (2, "café")}
+
+
+def test_a_rule_of_an_imported_file_in_another_encoding(project: Path, run: Run) -> None:
+    run("new", "rules_of_mine")
+    text = (project / "specs/rules_of_mine.py").read_text()
+    (project / "specs/rules_of_mine.py").write_bytes(f"{text}# café\n".encode("latin-1"))
+    (project / "specs/mine.py").write_text("from rules_of_mine import rules_of_mine\n" + text)
+    code, _, err = run("explain", "specs/mine.py")
+    assert code == 2
+    assert err.startswith("error[E401]: the byte 0xe9 is not valid UTF-8\n --> specs/rules_of_mine.py:")
 
 
 def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:

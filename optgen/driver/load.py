@@ -28,7 +28,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_frame, relative
 from optgen.formats.plan import Plan
-from optgen.lang.source import forget
+from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
 
 PLANS_FILE = "plans.py"
@@ -277,6 +277,7 @@ def load(file: Path) -> ModuleType:
     with _neighbours(file):
         sys.modules[name] = module
         try:
+            check_encoding(str(file), text)
             code = compile(text, str(file), "exec", dont_inherit=True)
             exec(code, module.__dict__)
         except BaseException as error:
