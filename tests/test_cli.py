@@ -186,8 +186,6 @@ def test_version_and_help(run: Run) -> None:
         (["explain", "lion", "--flag", "amsgrad"], "E411"),
         (["show", "adamw", "--maths", "loose"], "E411"),
         (["build", "lion", "--out", ""], "E411"),
-        (["build", "lion", "--out", "", "--watch"], "E411"),
-        (["build", "lion", "--maths", "", "--watch"], "E411"),
         (["build", "--backend", "cuda"], "E411"),
         (["build"], "E414"),
         (["new", "1st"], "E409"),
@@ -536,6 +534,18 @@ def test_a_case_reads_back() -> None:
     example = Example(shape=(3, 5), hypers={"betas": (0.5, 0.9)}, flags={"a": True}, steps=3, zeros=0.5)
     assert read_example(example.text()) == example
     assert json.loads(Example().text()) == {}
+
+
+@pytest.mark.parametrize("option", ["--out", "--maths"])
+def test_watch_does_not_begin_with_a_wrong_option(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def begun(*_: Any) -> None:
+        raise AssertionError("it would build, and fail, again and again")
+
+    monkeypatch.setattr(watch, "watch", begun)
+    code, _, err = run("build", "lion", option, "", "--watch")
+    assert (code, err.startswith(f"error[E411]: {option} is ")) == (2, True)
 
 
 def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
