@@ -156,6 +156,52 @@ def test_a_damaged_manifest_is_told_from_edited_files(project: Path) -> None:
     assert manifest.read_bytes() == whole
 
 
+def test_a_manifest_that_names_files_elsewhere_is_damaged(project: Path) -> None:
+    run(plans=("fp32",))
+    precious = project / "precious.txt"
+    precious.write_text("mine\n")
+    (project / "specs/second.py").unlink()  # something to remove
+    manifest = project / "generated" / MANIFEST
+    data = json.loads(manifest.read_bytes())
+    above = ["../precious.txt", "first/../../precious.txt", "..\\precious.txt", str(precious)]
+    names = [*above, "", ".", "./__init__.py", "first//x.py", "first/", "C:x.py", "a\0b"]
+    for name in names:
+        manifest.write_text(json.dumps(data | {"files": data["files"] | {name: digest(b"mine\n")}}))
+        before = content(project)
+        for check in (False, True):
+            with pytest.raises(UserError) as caught:
+                run(check=check)
+            assert (caught.value.code, repr(name) in caught.value.message) == ("E415", True)
+        assert content(project) == before
+    manifest.write_text(json.dumps(data | {"files": data["files"] | dict.fromkeys(names, digest(b"mine\n"))}))
+    assert any(name.startswith("second/") for name in run(force=True).removed)
+    assert precious.read_text() == "mine\n"
+    assert list(read_manifest(project / "generated").specs) == ["first"]
+
+
+def test_nothing_is_removed_through_a_link_that_leads_outside(project: Path) -> None:
+    run()
+    (project / "generated/second").rename(project / "elsewhere")
+    (project / "generated/second").symlink_to(project / "elsewhere")
+    before = content(project / "elsewhere")
+    (project / "specs/second.py").unlink()
+    outcome = run()
+    assert outcome.removed == []
+    assert any("generated/second/__init__.py is no longer built, but not removed" in w for w in outcome.warnings)
+    assert content(project / "elsewhere") == before
+    assert run(check=True).clean
+
+
+def test_folders_that_are_links_within_are_emptied_and_left(project: Path) -> None:
+    run()
+    (project / "generated/second").rename(project / "generated/kept")
+    (project / "generated/second").symlink_to("kept")
+    (project / "specs/second.py").unlink()
+    assert run().removed
+    assert content(project / "generated/kept") == {}
+    assert run(check=True).clean
+
+
 def test_a_pattern_leaves_out_what_does_not_fit_and_a_name_is_refused(project: Path) -> None:
     (project / "specs" / "plans.py").write_text(
         "from optgen.formats import Blocked, Plan\n"
@@ -234,6 +280,23 @@ def test_a_failing_build_leaves_everything_as_it_was(project: Path, text: str, c
     assert not list(project.glob(".optgen-*"))
 
 
+@pytest.mark.parametrize("text", ["def broken(:\n", "1 / 0\n", "raise SystemExit\n", rule("third") + "1 / 0\n"])
+def test_a_broken_spec_stands_in_the_way_of_no_other(project: Path, text: str) -> None:
+    (project / "specs/third.py").write_text(text)
+    (project / "rules").mkdir()
+    (project / "rules/fourth.py").write_text("1 / 0\n")
+    (project / "rules/fifth.py").write_text(rule("fifth"))
+    outcome = run(names=("first",))
+    assert outcome.packages == ["first/fp32", "first/int8_split24"]
+    assert run(names=("lion",), out="elsewhere").packages == ["lion/fp32", "lion/int8_split24"]
+    specs = '["*", "rules/fourth.py", "rules/fifth.py"]'
+    (project / "pyproject.toml").write_text(f'[tool.optgen]\nbuild = [{{ specs = {specs}, plans = ["bf16_sr"] }}]\n')
+    assert run(names=("second",)).packages == ["second/bf16_sr"]
+    assert run(names=("rules/fifth.py",)).packages == ["fifth/bf16_sr"]
+    with pytest.raises(UserError):
+        run(names=("specs/third.py",))
+
+
 _KILLED = """
 import os, sys
 from optgen.driver.build import Request, build
@@ -288,6 +351,22 @@ def test_what_was_replaced_in_a_folder_beside_it_is_left_to_that_one(tmp_path: P
     swap.recover(other)
     assert {p.name: p.read_text() for p in other.iterdir()} == {"a.py": "made-2, old"}
     assert not left.exists()
+
+
+@pytest.mark.parametrize("name", ["../precious.txt", "link/precious.txt"])
+def test_a_list_of_moved_files_reaches_nothing_outside(tmp_path: Path, name: str) -> None:
+    """It may come with a checkout, as a manifest does."""
+    precious = tmp_path / "precious.txt"
+    precious.write_text("mine\n")
+    out = tmp_path / "generated"
+    out.mkdir()
+    (out / "link").symlink_to(tmp_path)
+    staging = tmp_path / ".optgen-generated-x"
+    staging.mkdir()
+    (staging / "moving.json").write_text(json.dumps({"folder": "generated", "files": {name: True}}))
+    swap.recover(out)
+    assert precious.read_text() == "mine\n"
+    assert not staging.exists()
 
 
 def test_a_folder_that_was_just_made_is_not_taken_from_its_builder(tmp_path: Path) -> None:

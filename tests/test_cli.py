@@ -17,6 +17,7 @@ import specs
 from optgen.base.errors import UserError
 from optgen.driver import cli, fuzz, load, terminal, watch
 from optgen.driver.fuzz import Example, read_example
+from optgen.lower import naming
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -182,7 +183,9 @@ def test_version_and_help(run: Run) -> None:
         (["explain", "specs/none.py"], "E404"),
         (["explain", "adamw", "--param", "bfloat17"], "E411"),
         (["explain", "adamw", "--flag", "amsgrd"], "E411"),
+        (["explain", "lion", "--flag", "amsgrad"], "E411"),
         (["show", "adamw", "--maths", "loose"], "E411"),
+        (["build", "lion", "--out", ""], "E411"),
         (["build", "--backend", "cuda"], "E411"),
         (["build"], "E414"),
         (["new", "1st"], "E409"),
@@ -233,6 +236,86 @@ def test_an_error_in_a_spec_has_its_place(project: Path, run: Run) -> None:
     code, out, err = run("explain", "specs/bad.py")
     assert "E402" in err
     assert "specs/bad.py:3:5" in err
+
+
+@pytest.mark.parametrize("words", ["raise SystemExit", "sys.exit(0)", "sys.exit(3)", "sys.exit('enough')"])
+def test_a_spec_that_ends_the_program_does_not_end_ours(project: Path, run: Run, words: str) -> None:
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    file.write_text("import sys\n" + file.read_text() + f"\n{words}\n")
+    last = len(file.read_text().splitlines())
+    code, out, err = run("explain", "mine", "--json")
+    error = as_json(out)["error"]
+    assert (code, error["code"], error["places"][0]["line"]) == (2, "E402", last)
+    assert f"specs/mine.py:{last}" in err
+    assert error["message"].startswith("SystemExit: ")
+
+
+def test_what_a_spec_prints_is_no_part_of_the_object(project: Path, run: Run) -> None:
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    file.write_text("print('loading mine')\n" + file.read_text())
+    for words in (["build", "--plan", "fp32"], ["check"], ["list"]):
+        load._loaded.clear()
+        code, out, err = run(*words, "--json")
+        assert (code, as_json(out)["exit"], err) == (0, 0, "loading mine\n")
+    load._loaded.clear()
+    assert run("explain", "mine")[1].startswith("loading mine\n")
+    file.write_text("print('loading mine')\n1 / 0\n")
+    code, out, err = run("explain", "specs/mine.py", "--json")
+    assert (code, as_json(out)["error"]["code"], err.splitlines()[0]) == (2, "E402", "loading mine")
+
+
+def test_interrupting_a_spec_is_no_fault_of_it(project: Path, run: Run) -> None:
+    run("new", "mine")
+    (project / "specs/mine.py").write_text("raise KeyboardInterrupt\n")
+    assert run("explain", "specs/mine.py")[0] == terminal.INTERRUPTED
+
+
+def test_a_spec_in_another_encoding(project: Path, run: Run) -> None:
+    """By its first line a file may be in any; without one it is UTF-8, in its comments as well."""
+    run("new", "mine")
+    file = project / "specs/mine.py"
+    text = file.read_text()
+    latin = (text + "# café\n").encode("latin-1")
+    last = latin.count(b"\n")
+    file.write_bytes(latin)
+    code, out, _ = run("explain", "mine", "--json")
+    error = as_json(out)["error"]
+    assert (code, error["code"], error["message"]) == (2, "E401", "the byte 0xe9 is not valid UTF-8")
+    assert error["places"] == [{"file": "specs/mine.py", "line": last, "column": 6, "function": ""}]
+    assert "coding" in error["hint"]
+    for first in ("# café", "# -*- coding: utf-8 -*- café"):
+        file.write_bytes(f"{first}\n{text}".encode("latin-1"))
+        code, out, _ = run("explain", "mine", "--json")
+        assert (as_json(out)["error"]["code"], as_json(out)["error"]["places"][0]["line"]) == ("E401", 1)
+    file.write_bytes(b"# -*- coding: ascii -*-\n" + latin)
+    assert "0xe9 is not valid ascii" in run("explain", "mine")[2]
+    for name in ("rot13", "no-such"):
+        file.write_text(f"# -*- coding: {name} -*-\n{text}")
+        assert "error[E401]: " in run("explain", "mine")[2]
+    file.write_bytes(b"# -*- coding: latin-1 -*-\n" + latin)
+    assert run("explain", "mine")[0] == 0
+    file.write_bytes(b"\xef\xbb\xbf" + (text + "# café\n").encode())
+    assert run("explain", "mine")[0] == 0
+    file.write_bytes(b"\xef\xbb\xbfx = 1\n" + latin)
+    assert f"specs/mine.py:{last + 1}:6\n" in run("explain", "mine")[2]
+
+
+def test_names_in_formats_of_another_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "formats.py"
+    file.write_bytes("# -*- coding: latin-1 -*-\ncafé = 1  # é\n".encode("latin-1"))
+    assert naming._targets(str(file)) == {2: (2, "café")}
+
+
+def test_a_rule_of_an_imported_file_in_another_encoding(project: Path, run: Run) -> None:
+    run("new", "rules_of_mine")
+    text = (project / "specs/rules_of_mine.py").read_text()
+    (project / "specs/rules_of_mine.py").write_bytes(f"{text}# café\n".encode("latin-1"))
+    (project / "specs/mine.py").write_text("from rules_of_mine import rules_of_mine\n" + text)
+    code, _, err = run("explain", "specs/mine.py")
+    assert code == 2
+    assert err.startswith("error[E401]: the byte 0xe9 is not valid UTF-8\n --> specs/rules_of_mine.py:")
 
 
 def test_what_plans_share_is_said_once(project: Path, run: Run) -> None:
@@ -342,6 +425,92 @@ def test_a_file_that_is_no_python_is_refused(project: Path) -> None:
     assert caught.value.code == "E417"
 
 
+def _refused(monkeypatch: pytest.MonkeyPatch, path: Path, method: str = "read_bytes") -> None:
+    """Lets the system refuse one file or folder, whoever runs the tests."""
+    real = getattr(Path, method)
+
+    def refuse(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, method, refuse)
+
+
+def test_what_editors_and_systems_lay_beside_specs_is_no_spec(project: Path, run: Run) -> None:
+    """Emacs locks a file by a link to nowhere, macOS keeps attributes in ._ files; folders are no files."""
+    run("new", "mine")
+    (project / "specs/.#mine.py").symlink_to("somebody@somewhere.1234")
+    (project / "specs/._mine.py").write_bytes(b"\0\5\x16\7")
+    (project / "specs/gone.py").symlink_to("nowhere.py")
+    (project / "specs/folder.py").mkdir()
+    (project / "specs/plans.py").mkdir()
+    assert [e.name for e in load.entries().values() if e.own] == ["mine"]
+    assert load.without_spec() == []
+    assert set(watch.stamps(project, [])) >= {project / "specs/mine.py"}
+    assert not [f for f in watch.stamps(project, []) if f.name != "mine.py" and f.parent == project / "specs"]
+    for words in (["list"], ["check"], ["explain", "mine"], ["build", "mine", "--plan", "fp32"]):
+        code, out, err = run(*words, "--json")
+        assert (code, as_json(out)["exit"], err) == (0, 0, "")
+    for name in ("gone", "folder", ".#mine"):
+        with pytest.raises(UserError) as caught:
+            load.find_spec(name)
+        assert caught.value.code == "E404"
+
+
+def test_files_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "other", "third"):
+        run("new", name)
+    file = project / "specs/mine.py"
+    _refused(monkeypatch, file)
+    for words in (["build"], ["build", "mine"], ["explain", "mine"], ["explain", "specs/mine.py"]):
+        code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert err == "error[E417]: specs/mine.py cannot be read: Permission denied\n"
+    code, out, _ = run("check", "--json")
+    assert code == 2
+    assert [e["code"] for e in as_json(out)["errors"]] == ["E417"]
+    code, out, _ = run("list", "--json")
+    assert code == 0
+    assert [s["states"] for s in as_json(out)["specs"] if s["name"] == "mine"] == ["error E417"]
+    assert run("explain", "other")[0] == 0
+    monkeypatch.undo()
+    os.chdir(project)
+    assert run("explain", "mine")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("specs/plans.py", "read_bytes"), ("specs", "iterdir"), ("pyproject.toml", "read_text")]
+)
+def test_parts_of_a_project_that_may_not_be_read(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    run("new", "mine")
+    (project / "specs/plans.py").write_text("# none\n")
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")
+    _refused(monkeypatch, project / name, method)
+    code, out, err = run("build", "mine", "--plan", "fp32", "--check")
+    assert (code, out) == (2, "")
+    assert err == f"error[E417]: {name} cannot be read: Permission denied\n"
+
+
+def test_a_table_above_that_may_not_be_read(project: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")
+    (project / "deep").mkdir()
+    monkeypatch.chdir(project / "deep")
+    assert load.home() == project
+    _refused(monkeypatch, project / "pyproject.toml")
+    assert load.home() == project / "deep"
+    assert run("explain", "lion")[0] == 0
+
+
+def test_a_name_that_no_file_can_have(run: Run) -> None:
+    for name in ("x" * 5000, "x" * 5000 + ".py"):
+        code, _, err = run("explain", name)
+        assert code == 2
+        assert err.startswith("error[E417]: ")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["list"], ["list", "--json"]])
 def test_output_that_nobody_takes(words: list[str]) -> None:
@@ -365,6 +534,18 @@ def test_a_case_reads_back() -> None:
     example = Example(shape=(3, 5), hypers={"betas": (0.5, 0.9)}, flags={"a": True}, steps=3, zeros=0.5)
     assert read_example(example.text()) == example
     assert json.loads(Example().text()) == {}
+
+
+@pytest.mark.parametrize("option", ["--out", "--maths"])
+def test_watch_does_not_begin_with_a_wrong_option(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def begun(*_: Any) -> None:
+        raise AssertionError("it would build, and fail, again and again")
+
+    monkeypatch.setattr(watch, "watch", begun)
+    code, _, err = run("build", "lion", option, "", "--watch")
+    assert (code, err.startswith(f"error[E411]: {option} is ")) == (2, True)
 
 
 def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,10 @@ class Request:
     check: bool = False
     force: bool = False
     project: Path = field(default_factory=load.home)
+
+    def __post_init__(self) -> None:
+        if self.out == "":
+            raise UserError("E411", option="--out", want="the name of a folder", got="", hint="--out generated")
 
     @property
     def partial(self) -> bool:
@@ -102,11 +106,15 @@ class Manifest:
 
 
 def read_manifest(out: Path, force: bool = False) -> Manifest:
-    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read."""
+    """The folder's manifest; an empty one where there is none or, under `force`, where it cannot be read.
+
+    Files that it names are removed one day: names that lead out of the folder make it a damaged one, and are left out
+    under `force`.
+    """
     try:
         data = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         specs = {k: Built(v["class"], v["spec"], tuple(v["plans"])) for k, v in data["specs"].items()}
-        return Manifest({str(k): str(v) for k, v in data["files"].items()}, specs)
+        files = {k: str(v) for k, v in data["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
         return Manifest()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -114,6 +122,11 @@ def read_manifest(out: Path, force: bool = False) -> Manifest:
             return Manifest()
         why = str(error) if isinstance(error, OSError | ValueError) else "it is not one that optgen wrote"
         raise UserError("E415", file=relative(str(out / MANIFEST)), why=why) from error
+    foreign = [name for name in files if not swap.is_name(name)]
+    if foreign and not force:
+        why = f"it lists {foreign[0]!r}, which is not how optgen names a file of this folder"
+        raise UserError("E415", file=relative(str(out / MANIFEST)), why=why)
+    return Manifest({k: v for k, v in files.items() if k not in foreign}, specs)
 
 
 def digest(data: bytes) -> str:
@@ -134,11 +147,14 @@ class Unit:
     reference: str
 
 
+_LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
+
+
 def build(request: Request, track: Track | None = None) -> Outcome:
     """Builds, or checks, what was asked for.  Raises UserError before anything is changed."""
     project = request.project
     config = read_config(project)
-    out = Path.cwd() / request.out if request.out else project / config.out
+    out = Path.cwd() / request.out if request.out is not None else project / config.out
     if out.exists() and not out.is_dir():
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
     if not request.check:
@@ -154,8 +170,10 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     specs |= {u.spec.name: Built(u.spec.class_name, u.reference, u.listed) for u in units}
     _distinct(specs)
     files[INIT] = init_text({b.class_name: name for name, b in specs.items()})
-    stale = [] if request.partial else sorted(set(manifest.files) - set(files))
-    kept = {k: v for k, v in manifest.files.items() if k not in stale}
+    gone = [] if request.partial else sorted(set(manifest.files) - set(files))
+    kept = {k: v for k, v in manifest.files.items() if k not in gone}
+    stale = [name for name in gone if swap.is_inside(out, name)]
+    outcome.warnings += [_LINKED.format(file=f"{outcome.out}/{name}") for name in gone if name not in stale]
     new = Manifest(kept | {k: digest(v.encode()) for k, v in files.items()}, specs)
     files[MANIFEST] = new.text()
     outcome.folder, outcome.packages = out, [f"{u.spec.name}/{p.name}" for u in units for p in u.plans]
@@ -213,9 +231,10 @@ def _nothing(request: Request, config: Config) -> UserError:
 def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> list[Wish]:
     """The specs named on the command line: under the named plans, else under those that they have, else the usual."""
     out: list[Wish] = []
+    known = load.entries(request.project)
     for name in request.names:
         spec = load.find_spec(name, request.project).name
-        usual = [w for w in everything if load.find_spec(w.spec, request.project).name == spec]
+        usual = [w for w in everything if _stands_for(w, spec, known, request.project)]
         if request.plans:
             out += plan_wishes(name, request.plans, request.project)
         elif usual:
@@ -224,6 +243,16 @@ def _named(request: Request, everything: Sequence[Wish], manifest: Manifest) -> 
             plans = manifest.specs[spec].plans if spec in manifest.specs else DEFAULT_PLANS
             out += [Wish(name, plan, False) for plan in plans]
     return out
+
+
+def _stands_for(wish: Wish, spec: str, known: Collection[str], project: Path) -> bool:
+    """Whether a wish is for the spec of that name; one that was not asked for may be broken."""
+    if wish.spec in known:
+        return wish.spec == spec
+    try:
+        return load.find_spec(wish.spec, project).name == spec
+    except UserError:
+        return False
 
 
 def _accepted(spec: Spec, plan: Plan, wish: Wish, force: bool, outcome: Outcome) -> bool:
@@ -428,5 +457,5 @@ def _drop_empty(out: Path, removed: Sequence[str]) -> None:
     """Removes folders of removed files that hold nothing but compiled Python any more."""
     folders = {p for name in removed for p in (out / name).parents if p != out and p.is_relative_to(out)}
     for folder in sorted(folders, key=lambda p: -len(p.parts)):
-        if folder.is_dir() and all(p.name == "__pycache__" for p in folder.iterdir()):
+        if folder.is_dir() and not folder.is_symlink() and all(p.name == "__pycache__" for p in folder.iterdir()):
             shutil.rmtree(folder)

@@ -105,18 +105,12 @@ def build(
     with session("build", json) as t:
         from optgen.base.errors import UserError
         from optgen.driver import build as b
-        from optgen.driver import load
         from optgen.driver.project import BACKENDS
 
         for name in backend or ():
             _choice("--backend", name, BACKENDS)
         if watch and check:
             raise UserError("E411", option="--watch", want="for building, not for --check", got="--check")
-        if watch:
-            from optgen.driver.watch import watch as keep_building
-
-            keep_building(t, load.home(), names or [], plan or [], backend or [], out, maths, force)
-            return
         request = b.Request(
             tuple(names or ()),
             tuple(plan or ()),
@@ -126,6 +120,11 @@ def build(
             check,
             force,
         )
+        if watch:
+            from optgen.driver.watch import watch as keep_building
+
+            keep_building(t, request.project, names or [], plan or [], backend or [], out, maths, force)
+            return
         outcome = b.build(request, lambda items, total: t.track(items, total, "printing"))
         if "cpp" in (backend or ()) and not check:
             from optgen.driver.ahead import compile_ahead, kernels_of
@@ -441,6 +440,10 @@ def _param(name: str) -> str:
 def _flags(spec: Spec, turned: list[str]) -> dict[str, bool]:
     """The settings that `--flag` asks for: each named flag away from its default."""
     known = {f.name: f.default for f in spec.flags}
+    if turned and not known:
+        from optgen.base.errors import UserError
+
+        raise UserError("E411", option="--flag", want=f"a flag of {spec.name}, which has none", got=turned[0])
     for name in turned:
         _choice("--flag", name, tuple(known))
     return {name: not known[name] for name in turned}

@@ -28,7 +28,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_frame, relative
 from optgen.formats.plan import Plan
-from optgen.lang.source import forget
+from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
 
 PLANS_FILE = "plans.py"
@@ -49,8 +49,9 @@ def table_above(folder: Path) -> Path | None:
     """The nearest folder at or above this one whose pyproject.toml holds [tool.optgen]."""
     for place in (folder.resolve(), *folder.resolve().parents):
         file = place / "pyproject.toml"
-        if file.is_file() and _TABLE.search(file.read_bytes()):
-            return place
+        with contextlib.suppress(OSError):  # somebody else's, in a folder above; read_config tells of the project's own
+            if file.is_file() and _TABLE.search(file.read_bytes()):
+                return place
     return None
 
 
@@ -71,12 +72,42 @@ def folders(project: Path | None = None) -> tuple[Path, ...]:
     return tuple(f.resolve() for f in ((own,) if same else (own, made)) if f.is_dir())
 
 
+def python_files(folder: Path) -> list[Path]:
+    """The Python files of a folder, sorted, without those that editors and systems lay beside them: their names begin
+    with a dot, and they may be links to nowhere (.#mine.py) or no text (._mine.py).
+    """
+    try:
+        return sorted(f for f in folder.iterdir() if f.suffix == ".py" and not f.name.startswith(".") and f.is_file())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """E417 of what the system says of a file or a folder."""
+    return UserError("E417", path=relative(str(path)), why=error.strerror or str(error))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a folder that may not be searched, a name that is too long
+        raise unreadable(path, error) from error
+
+
+def _stems(folder: Path) -> list[str]:
+    """The names of the modules in a folder, for hints; none where it cannot be read."""
+    try:
+        return [f.stem for f in python_files(folder)]
+    except UserError:
+        return []
+
+
 def entries(project: Path | None = None) -> dict[str, Entry]:
     """Name -> Entry of every spec that can be named, sorted; no file is run for it."""
     own = ((project or home()) / "specs").resolve()
     out: dict[str, Entry] = {}
     for folder in folders(project):
-        for file in sorted(folder.glob("*.py")):
+        for file in python_files(folder):
             if file.name != PLANS_FILE:
                 for name in declared(file):
                     out.setdefault(name, Entry(name, file, folder == own))
@@ -89,13 +120,19 @@ NO_SPEC = "{file} holds no function under @optimizer: nothing is built of it (a 
 def without_spec(project: Path | None = None) -> list[Path]:
     """Files of the project's own specs/ that look like specs and hold none."""
     own = (project or home()) / "specs"
-    files = sorted(own.glob("*.py")) if own.is_dir() else []
+    files = python_files(own) if own.is_dir() else []
     return [f for f in files if f.name != PLANS_FILE and not f.name.startswith("_") and not declared(f)]
 
 
 def declared(file: Path) -> tuple[str, ...]:
-    """The functions of a file under `@optimizer(...)` and what wrappers make of rules, read from its syntax tree."""
-    return _declared(file, file.stat().st_mtime_ns)
+    """The functions of a file under `@optimizer(...)` and what wrappers make of rules, read from its syntax tree.
+
+    A file that cannot be read goes by its own name: the error is told when it is asked for.
+    """
+    try:
+        return _declared(file, file.stat().st_mtime_ns)
+    except OSError:
+        return (file.stem,)
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +140,6 @@ def _declared(file: Path, changed: int) -> tuple[str, ...]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        # The error is told when the file is asked for; until then it goes by its own name.
         return (file.stem,)
     found = []
     for n in tree.body:
@@ -140,7 +176,7 @@ def find_spec(reference: str | Path, project: Path | None = None) -> Spec:
             path = known[name].file
         else:
             # A decorator under another name is not seen in the text: the file's name then stands for its spec.
-            path = next((f for folder in folders(project) if (f := folder / f"{name}.py").is_file()), None)
+            path = next((f for folder in folders(project) if _is_file(f := folder / f"{name}.py")), None)
             if path is None or path.name == PLANS_FILE:
                 raise UserError("E404", kind="spec", name=name, hint=did_you_mean(name, known))
             name = ""
@@ -163,7 +199,7 @@ def plans(project: Path | None = None) -> dict[str, Plan]:
     out: dict[str, Plan] = {}
     for folder in reversed(folders(project)):
         file = folder / PLANS_FILE
-        if file.is_file():
+        if _is_file(file):
             out.update(_of(file, Plan))
     return out
 
@@ -178,8 +214,8 @@ def _split(reference: str | Path) -> tuple[Path | None, str]:
         path, name = Path(text), ""
     else:
         return None, text
-    if not path.is_file():
-        near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if not _is_file(path):
+        near = [f"{stem}.py" for stem in _stems(path.parent)]
         raise UserError("E404", kind="file", name=relative(str(path)), hint=did_you_mean(path.name, near))
     if path.suffix != ".py":
         raise UserError("E417", path=relative(str(path)), why="specs and plans are Python files, NAME.py")
@@ -223,10 +259,14 @@ _loaded: dict[Path, tuple[int, int, ModuleType]] = {}
 def load(file: Path) -> ModuleType:
     """The module of a file, run once as long as it does not change; what goes wrong in it is a UserError."""
     file = file.resolve()
-    stat = file.stat()
-    kept = _loaded.get(file)
-    if kept is not None and kept[:2] == (stat.st_mtime_ns, stat.st_size):
-        return kept[2]
+    try:
+        stat = file.stat()
+        kept = _loaded.get(file)
+        if kept is not None and kept[:2] == (stat.st_mtime_ns, stat.st_size):
+            return kept[2]
+        text = file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
     # The name is no package of anyone's: a project's plans.py and the ready-made one live side by side.
     name = f"_optgen_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     made = importlib.util.spec_from_file_location(name, file)
@@ -237,11 +277,12 @@ def load(file: Path) -> ModuleType:
     with _neighbours(file):
         sys.modules[name] = module
         try:
-            code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+            check_encoding(str(file), text)
+            code = compile(text, str(file), "exec", dont_inherit=True)
             exec(code, module.__dict__)
         except BaseException as error:
             sys.modules.pop(name, None)
-            if isinstance(error, UserError) or not isinstance(error, Exception):
+            if isinstance(error, UserError) or not isinstance(error, (Exception, SystemExit)):
                 raise
             raise _as_user_error(error, file) from error
     _loaded[file] = (stat.st_mtime_ns, stat.st_size, module)
@@ -274,7 +315,7 @@ def _package(name: str) -> ModuleType | None:
         return None
 
 
-def _as_user_error(error: Exception, file: Path) -> UserError:
+def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
     """A fault in a user's file, with its place."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         column = max((error.offset or 1) - 1, 0)
@@ -289,12 +330,15 @@ def _as_user_error(error: Exception, file: Path) -> UserError:
             place = of_frame(frame)
     path = error.path if isinstance(error, ImportError) else None
     text = str(error).removesuffix(f" ({path})")  # where a module lies on this machine is no part of the mistake
-    return UserError("E402", loc=place, kind=type(error).__name__, text=text, hint=_meant(error, file))
+    kind = type(error).__name__
+    return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_meant(error, file))
 
 
-def _meant(error: Exception, file: Path) -> str:
+def _meant(error: Exception | SystemExit, file: Path) -> str:
     """A name like the one that is not there, or what to write instead; "" where nothing is known."""
     source: object
+    if isinstance(error, SystemExit):
+        return 'a file of specs is no program: what ends it belongs under `if __name__ == "__main__":`'
     if isinstance(error, NameError) and error.name:
         found = next((m for m in (optgen.lang, optgen.formats) if error.name in m.__all__), None)
         return f"from {found.__name__} import {error.name}" if found else ""
@@ -303,7 +347,7 @@ def _meant(error: Exception, file: Path) -> str:
             return "a file beside this one is imported by its name alone: from helper import ..."
         if isinstance(error, ModuleNotFoundError) and error.name:
             package, _, module = error.name.rpartition(".")
-            beside = [f.stem for f in file.parent.glob("*.py")] if package in ("", file.parent.name) else []
+            beside = _stems(file.parent) if package in ("", file.parent.name) else []
             near = did_you_mean(module, beside)
             return near if near.startswith("did you mean") else ""
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))

@@ -63,10 +63,12 @@ class Wish:
 def read_config(project: Path) -> Config:
     """The project's table, checked; defaults where there is none."""
     file = project / "pyproject.toml"
-    if not file.is_file():
-        return Config()
     try:
+        if not file.is_file():
+            return Config()
         data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise load.unreadable(file, error) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         at = re.search(r"at line (\d+), column (\d+)", str(error))
         place = Loc(str(file), int(at[1]), int(at[2]) - 1) if at else Loc(str(file), 1)

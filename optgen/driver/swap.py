@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 _LIST, _LOCK = "moving.json", "lock"
 _YOUNG = 60.0
@@ -52,6 +52,20 @@ def replace_files(out: Path, files: Mapping[str, str], removed: Sequence[str], l
             raise
 
 
+def is_name(name: str) -> bool:
+    """Whether it says a file below a folder, spelled as builds spell it: lists of names are files that anyone may
+    edit, and what they name is removed.
+    """
+    path = PurePosixPath(name)
+    plain = name.isprintable() and "\\" not in name and not PureWindowsPath(name).drive
+    return plain and bool(path.parts) and path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
+
+
+def is_inside(out: Path, name: str) -> bool:
+    """Whether its folder lies in `out`, once links are followed."""
+    return Path(os.path.realpath((out / name).parent)).is_relative_to(os.path.realpath(out))
+
+
 def recover(out: Path) -> None:
     """Puts back what processes that were killed while they moved files of `out` had replaced."""
     for staging in sorted(out.parent.glob(f"{glob.escape(_prefix(out))}*")):
@@ -77,8 +91,9 @@ def _listed(staging: Path, out: Path) -> Mapping[str, bool] | None:
     try:
         found = json.loads((staging / _LIST).read_text(encoding="utf-8"))
         fresh: dict[str, bool] = found["files"]
-        return fresh if found["folder"] == out.name else None
-    except (OSError, ValueError, KeyError, TypeError):
+        ours = {name: none for name, none in fresh.items() if is_name(name) and is_inside(out, name)}
+        return ours if found["folder"] == out.name else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -128,4 +143,4 @@ def _locked(handle: int, otherwise: bool) -> bool:
     return True
 
 
-__all__ = ["recover", "replace_files"]
+__all__ = ["is_inside", "is_name", "recover", "replace_files"]

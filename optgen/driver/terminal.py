@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import typer
@@ -120,7 +120,9 @@ def session(command: str, as_json: bool) -> Iterator[Terminal]:
     """Runs a command's body; every way to end has its exit code, and a user's mistake has no traceback."""
     terminal = Terminal(command, as_json)
     try:
-        yield terminal
+        # What a spec prints while it is loaded would stand before the object.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            yield terminal
     except UserError as error:
         terminal.code = WRONG_INPUT
         terminal.result = {"error": as_fields(error)}

@@ -5,12 +5,14 @@ Every build is a process of its own, so that what a changed file imports is read
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from optgen.base.errors import UserError
 from optgen.driver import load
 from optgen.driver.terminal import Terminal
 
@@ -23,7 +25,8 @@ def stamps(project: Path, names: Sequence[str]) -> Stamps:
     """Every watched file with its time and size; a file that goes away between two calls is left out."""
     files = {project / "pyproject.toml", *(Path(n.rpartition(".py:")[0] + ".py" if ".py:" in n else n) for n in names)}
     for folder in load.folders(project):
-        files |= set(folder.glob("*.py"))
+        with contextlib.suppress(UserError):  # the build says that a folder cannot be read
+            files |= set(load.python_files(folder))
     out: Stamps = {}
     for file in sorted(files):
         try:
@@ -50,8 +53,8 @@ def watch(
     for option, values in (("--plan", plans), ("--backend", backends)):
         for value in values:
             command += [option, value]
-    command += ["--out", out] if out else []
-    command += ["--maths", maths] if maths else []
+    command += ["--out", out] if out is not None else []
+    command += ["--maths", maths] if maths is not None else []
     command += ["--force"] if force else []
     command += ["--json"] if terminal.as_json else []
     terminal.silent = True  # every build says its own

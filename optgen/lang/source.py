@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import io
 import linecache
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from optgen.base.errors import UserError
-from optgen.base.loc import Loc, of_code
+from optgen.base.loc import Loc, of_code, relative
 
 Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
 
@@ -51,6 +55,30 @@ def tree_of(file: str) -> ast.Module | None:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return None
+
+
+def check_encoding(file: str, data: bytes) -> None:
+    """Refuses the bytes of a file that are no text in the encoding which it names, or else in UTF-8.
+
+    Python itself runs such a file where the bytes stand in a comment, but nobody can read its lines again.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    except SyntaxError:
+        encoding = "utf-8"  # an unknown name, of which compile() tells, or one of the first two lines is no UTF-8
+    hint = "save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-"
+    try:
+        data.decode(encoding)
+    except LookupError:  # rot13 and the like; without a place, whose line could not be read either
+        text = f"`{encoding}`, which {relative(file)} names, is no encoding of text"
+        raise UserError("E401", text=text, hint=hint) from None
+    except UnicodeDecodeError as error:
+        read = error.object  # the data, behind the mark that it may begin with
+        start = read.rfind(b"\n", 0, error.start) + 1
+        place = Loc(file, read.count(b"\n", 0, error.start) + 1, error.start - start)
+        named = "UTF-8" if encoding.startswith("utf-8") else encoding
+        text = f"the byte 0x{read[error.start]:02x} is not valid {named}"
+        raise UserError("E401", loc=place, text=text, hint=hint) from None
 
 
 def forget(file: str) -> None:
@@ -99,6 +127,8 @@ class Source:
         self.name = function.__name__
         found = self._find()
         if found is None:
+            with contextlib.suppress(OSError):  # a module that a spec's file imports was not looked at before
+                check_encoding(self.file, Path(self.file).read_bytes())
             hint = {"hint": "a spec is a `def` of its own"} if self.name == "<lambda>" else {}
             raise UserError("E132", loc=of_code(self.code), name=self.name, **hint)
         self.node: ast.FunctionDef = found

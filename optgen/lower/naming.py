@@ -20,8 +20,8 @@ from optgen.ir.program import Let, Section
 def _targets(file: str) -> dict[int, tuple[int, str]]:
     """Line -> (first line of the assignment over it, its target), for single-name assignments of a file."""
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
+        tree = ast.parse(Path(file).read_bytes())  # its first line may name another encoding than UTF-8
+    except (OSError, SyntaxError, ValueError):
         return {}
     out: dict[int, tuple[int, str]] = {}
     for node in ast.walk(tree):
