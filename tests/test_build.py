@@ -18,6 +18,7 @@ from optgen.driver import build as building
 from optgen.driver import load, swap
 from optgen.driver.build import MANIFEST, Outcome, Request, build, digest, init_text, read_manifest
 from optgen.driver.new import TEMPLATE
+from optgen.driver.project import Config, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -709,3 +710,9 @@ def test_a_folder_with_specs_of_its_own_is_a_project_within_another(
     assert load.home() == tmp_path.resolve()
     (inner / "specs").mkdir()
     assert load.home() == inner
+
+
+@pytest.mark.parametrize("text", ["tool = 3", "tool = []", "[[tool]]\nname = 1"])
+def test_a_table_of_tools_that_is_none_has_nothing_for_optgen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    assert read_config(tmp_path) == Config()

@@ -155,7 +155,11 @@ def build(request: Request, track: Track | None = None) -> Outcome:
     project = request.project
     config = read_config(project)
     out = Path.cwd() / request.out if request.out is not None else project / config.out
-    if out.exists() and not out.is_dir():
+    try:
+        taken = out.exists() and not out.is_dir()
+    except OSError as error:  # a name that is too long
+        raise UserError("E413", path=f"{request.out or config.out:.80}", why=error.strerror or str(error)) from error
+    if taken:
         raise UserError("E413", path=relative(str(out)), why="it is not a folder")
     if not request.check:
         swap.recover(out)

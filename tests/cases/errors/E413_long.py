@@ -1,0 +1,5 @@
+from optgen.driver.build import Request, build
+
+
+def case():
+    build(Request(out="o" * 300))
