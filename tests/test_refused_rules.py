@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from optgen.backends.cpp import literal
 from optgen.base.errors import UserError
 from optgen.lang import Spec, flag, hyper, optimizer, state
 
@@ -90,3 +91,77 @@ def test_what_python_raises_may_be_caught() -> None:
         return p
 
     plain.check()
+
+
+@pytest.mark.parametrize("large", [1e39, -1e60])
+def test_numbers_beyond_fp32_are_refused_where_they_meet_elements(large: float) -> None:
+    @optimizer(cite="nobody")
+    def added(p, g, *, lr=hyper(1e-3, ge=0)):
+        g = g + large
+        p = p - lr * g
+        return p
+
+    error = refused(added)
+    assert error.code == "E104"
+    assert "g + large" in error.locs[0].source()
+
+
+def test_numbers_beyond_fp32_may_stand_between_host_scalars() -> None:
+    @optimizer(cite="nobody")
+    def host(p, g, t, *, lr=hyper(1e-3, ge=0)):
+        lr = lr * 1e60 / (t + 1e60)
+        p = p - lr * g
+        return p
+
+    host.check()
+
+
+@pytest.mark.parametrize(
+    ("eps", "code"), [(1e-30, ""), (1e-44, ""), (1e-46, "E140"), (1e-60, "E140")]
+)  # the smallest number of fp32 is 1.4e-45
+def test_a_guard_counts_as_fp32_has_it(eps: float, code: str) -> None:
+    @optimizer(cite="nobody")
+    def guarded(p, g, *, lr=hyper(1e-3, ge=0), eps=hyper(eps, ge=0)):
+        p = p - lr * g / (abs(g) + eps)
+        return p
+
+    if code:
+        assert refused(guarded).code == code
+    else:
+        guarded.check()
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_constant_that_is_no_number_is_told_where_it_is_taken(value: str) -> None:
+    @optimizer(cite="nobody")
+    def scaled(p, g, *, lr=hyper(1e-3, ge=0)):
+        d = lr * g
+        d = d * float(value)
+        p = p - d
+        return p
+
+    error = refused(scaled)
+    assert error.code == "E141"
+    assert "d * float(value)" in error.locs[0].source()
+
+
+def test_cpp_prints_what_fp32_makes_of_a_number() -> None:
+    assert [literal(x) for x in (1e39, -1e39, 1e-50, 0.1)] == ["INFINITY", "-INFINITY", "0.0f", "0.10000000149011612f"]
+
+
+@pytest.mark.parametrize("default", [float("inf"), (0.9, float("nan")), 10**400])
+def test_defaults_are_finite(default: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        hyper(default)
+    assert caught.value.code == "E113"
+
+
+def test_rules_of_a_thousand_operations_in_a_row_are_checked() -> None:
+    @optimizer(cite="nobody")
+    def long(p, g, *, lr=hyper(1e-3, ge=0)):
+        for _ in range(1200):
+            g = g * 0.9 + lr
+        p = p - lr * g
+        return p
+
+    long.check()
