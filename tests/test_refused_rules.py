@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optgen.backends.cpp import literal
 from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.driver.terminal import as_fields
 from optgen.lang import Spec, flag, hyper, optimizer, state
 
 
@@ -165,3 +168,36 @@ def test_rules_of_a_thousand_operations_in_a_row_are_checked() -> None:
         return p
 
     long.check()
+
+
+def test_columns_count_characters(tmp_path: Path) -> None:
+    file = tmp_path / "greek.py"
+    file.write_text("    é = p * foo\n", encoding="utf-8")
+    loc = Loc(str(file), 1, len("    é = p * ".encode()), 1, len("    é = p * foo".encode()))
+    error = UserError("E104", loc=loc, got="foo")
+    assert loc.column == 13
+    assert f"{file}:1:13" in str(error)
+    assert as_fields(error)["places"][0]["column"] == 13
+    assert Loc("no such file", 1, 7).column == 8
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), SystemExit("why")])
+def test_what_a_rule_may_not_raise(error: BaseException) -> None:
+    @optimizer(cite="nobody")
+    def leaving(p, g, *, lr=hyper(1e-3, ge=0)):
+        p = p - lr * g
+        raise error
+        return p
+
+    assert refused(leaving).code == "E131"
+
+
+def test_an_interrupt_passes() -> None:
+    @optimizer(cite="nobody")
+    def interrupted(p, g, *, lr=hyper(1e-3, ge=0)):
+        p = p - lr * g
+        raise KeyboardInterrupt
+        return p
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.check()

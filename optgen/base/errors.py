@@ -324,3 +324,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{plain.get(close[0], close[0])}'?"
     return f"known: {', '.join(names)}" if names else ""
+
+
+def said(error: BaseException) -> str:
+    """An exception's text; where a module lies on this machine is no part of the mistake."""
+    path = error.path if isinstance(error, ImportError) else None
+    return str(error).removesuffix(f" ({path})")
