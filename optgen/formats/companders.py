@@ -43,16 +43,21 @@ class _Asked:
 
     def __call__(self, x: Num, *more: Any) -> Num:
         try:
-            got = self.function(x, *more)
-            if isinstance(x, (int, float)):
-                float(got)
+            return self._value(x, self.function(x, *more))  # in no assignment: a value is named by the caller's
         except UserError:
             raise
         except Exception as error:
             given = f"({x:g})" if isinstance(x, (int, float)) else ""
             raise self._wrong(f"{self.key}{given} fails: {type(error).__name__}: {error}") from error
-        if got is None or isinstance(x, Value) and not isinstance(got, (Value, int, float)):
+
+    def _value(self, x: Num, got: Num) -> Num:
+        number = isinstance(x, (int, float))
+        if got is None or number and not hasattr(got, "__float__"):
+            raise self._wrong(f"{self.key} gives {got!r}, which is no number")
+        if isinstance(x, Value) and not isinstance(got, (Value, int, float)):
             raise self._wrong(f"{self.key} gives {got!r}, which is no value")
+        if number:
+            float(got)
         return got
 
     def _wrong(self, why: str) -> UserError:
