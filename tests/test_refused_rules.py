@@ -12,6 +12,8 @@ from optgen.backends.cpp import literal
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.driver.terminal import as_fields
+from optgen.ir import node
+from optgen.ir.spell import name_for
 from optgen.lang import Spec, flag, hyper, optimizer, state
 
 
@@ -201,3 +203,13 @@ def test_an_interrupt_passes() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted.check()
+
+
+def test_long_chains_and_towers_have_short_names() -> None:
+    chain = tower = node.sym("lr")
+    for _ in range(1200):
+        chain = node.op("add", node.op("mul", chain, node.const(0.99)), node.sym("lr"))
+    for _ in range(60):
+        tower = node.op("mul", tower, tower)  # two readings of each would be 2^60
+    assert name_for(chain, "named") == name_for(tower, "named") == "named"
+    assert name_for(node.op("neg", node.op("mul", node.sym("lr"), node.sym("wd"))), "named") == "minus_lr_times_wd"
