@@ -1,7 +1,7 @@
 """Runs a traced rule for three steps on small numbers, in fp64, and says where it first breaks.
 
-What comes from the host, constants too, is rounded to fp32 where it meets other values, as in a kernel: an eps of
-1e-50 guards no division there.
+What comes from the host, constants too, is 0 or an infinity where it meets other values and is too small or too large
+for fp32, as in a kernel: an eps of 1e-50 guards no division there.
 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
@@ -122,9 +122,11 @@ class Run:
 
 
 def taken(user: Node, operand: Node, x: float) -> float:
-    """What an operation takes for a value of its operand."""
-    from_host = operand.space == spaces.host and user.space != spaces.host and operand.dtype is dtypes.f32
-    return dtypes.in_f32(x) if from_host else x
+    """What an operation takes for a value of its operand: 0 or an infinity where fp32 has nothing nearer."""
+    if operand.space != spaces.host or user.space == spaces.host or operand.dtype is not dtypes.f32:
+        return x
+    got = dtypes.in_f32(x)
+    return got if got == 0 or math.isinf(got) else x
 
 
 def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
