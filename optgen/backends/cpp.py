@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ from optgen.backends.printer import (
 )
 from optgen.ir.node import Node, is_const, postorder
 from optgen.ir.program import Buffer, Let, Program, Schedule, Store
-from optgen.ops import spaces
+from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
 from optgen.ops.prims import GATHERS
 from optgen.ops.spaces import Space
@@ -82,11 +81,12 @@ def literal(value: float | int | bool) -> str:
         return "true" if value else "false"
     if isinstance(value, int):
         return "INT32_MIN" if value == -(2**31) else whole(value)
+    value = dtypes.in_f32(value)
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
-    return f"{struct.unpack('f', struct.pack('f', value))[0]!r}f"
+    return f"{value!r}f"
 
 
 # C++'s precedence differs from Python's in comparisons, which bind tighter than &, ^ and | there.

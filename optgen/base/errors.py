@@ -14,8 +14,10 @@ prints as
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from optgen.base.loc import Loc
@@ -237,6 +239,31 @@ TABLE: dict[str, Row] = {
 }
 
 
+_MADE: ContextVar[list[UserError] | None] = ContextVar("_MADE", default=None)
+"""The errors made since `insisted` began; None where nobody insists."""
+
+
+@contextlib.contextmanager
+def insisted() -> Iterator[None]:
+    """Raises the first UserError made inside, also where the code that runs inside caught it.
+
+    An author's `try` around a refusal would otherwise make another rule than is written.
+    """
+    made: list[UserError] = []
+    token = _MADE.set(made)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not made or error is made[0]:
+            raise
+    finally:
+        _MADE.reset(token)
+        if made and (around := _MADE.get()) is not None:
+            around.append(made[0])
+    if made:
+        raise made[0]
+
+
 class UserError(Exception):
     """An error in what a user wrote; `code` is a key of TABLE, `locs` the places, the first one primary."""
 
@@ -248,6 +275,9 @@ class UserError(Exception):
         self.note = str(values["note"]) if "note" in values else row.note.format(**values)
         self.hint = str(values["hint"]) if "hint" in values else row.hint.format(**values)
         super().__init__(self.message)
+        made = _MADE.get()
+        if made is not None:
+            made.append(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors come back from worker processes; Exception would call __init__ with the message alone.
@@ -294,3 +324,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{plain.get(close[0], close[0])}'?"
     return f"known: {', '.join(names)}" if names else ""
+
+
+def said(error: BaseException) -> str:
+    """An exception's text; where a module lies on this machine is no part of the mistake."""
+    path = error.path if isinstance(error, ImportError) else None
+    return str(error).removesuffix(f" ({path})")

@@ -26,7 +26,12 @@ class Loc:
         return f"{relative(self.file)}:{self.line}"
 
     def __str__(self) -> str:
-        return f"{relative(self.file)}:{self.line}:{self.col + 1}"
+        return f"{relative(self.file)}:{self.line}:{self.column}"
+
+    @property
+    def column(self) -> int:
+        """The number of the first character, from 1; `col` counts bytes of UTF-8, as Python's columns do."""
+        return len(self.source().encode()[: self.col].decode(errors="replace")) + 1 if self.source() else self.col + 1
 
     def source(self) -> str:
         return linecache.getline(self.file, self.line).rstrip("\n")

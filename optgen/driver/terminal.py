@@ -171,7 +171,7 @@ def _close_out() -> None:
 def as_fields(error: UserError) -> dict[str, Any]:
     """A user error as data."""
     places = [
-        {"file": relative(x.file), "line": x.line, "column": x.col + 1, "function": x.function} for x in error.locs
+        {"file": relative(x.file), "line": x.line, "column": x.column, "function": x.function} for x in error.locs
     ]
     return {
         "code": error.code, "message": error.message, "places": places, "note": error.note, "hint": error.hint,

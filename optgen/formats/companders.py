@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from optgen.base import loc as locs
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
 from optgen.formats.check import check_line, check_number
 from optgen.lang import values
-from optgen.lang.values import Num, sqrt, where
+from optgen.lang.values import Num, Value, sqrt, where
 
 Curve = Callable[[Num], Num]
 
@@ -29,6 +30,38 @@ BELOW = 2.0**-22
 
 # How much denser than those of `linear` codes may lie at 0: as under log(16), the steepest.
 STEEPEST = 2.0**16
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An author's function, whose failures are E304: it runs wherever a plan is shown, before anything is proved."""
+
+    function: Callable[..., Num]
+    key: str = field(compare=False)
+    name: str = field(compare=False)
+    loc: Loc | None = field(compare=False)
+
+    def __call__(self, x: Num, *more: Any) -> Num:
+        try:
+            return self._value(x, self.function(x, *more))  # in no assignment: a value is named by the caller's
+        except UserError:
+            raise
+        except Exception as error:
+            given = f"({x:g})" if isinstance(x, (int, float)) else ""
+            raise self._wrong(f"{self.key}{given} fails: {type(error).__name__}: {error}") from error
+
+    def _value(self, x: Num, got: Num) -> Num:
+        number = isinstance(x, (int, float))
+        if got is None or number and not hasattr(got, "__float__"):
+            raise self._wrong(f"{self.key} gives {got!r}, which is no number")
+        if isinstance(x, Value) and not isinstance(got, (Value, int, float)):
+            raise self._wrong(f"{self.key} gives {got!r}, which is no value")
+        if number:
+            float(got)
+        return got
+
+    def _wrong(self, why: str) -> UserError:
+        return UserError("E304", loc=self.loc, name=self.name, why=why)
 
 
 @dataclass(frozen=True)
@@ -55,6 +88,10 @@ class Compander:
             if not callable(value) or isinstance(value, (type, Compander)):
                 want = "a function of one value, such as lambda n: n * (2 - n)"
                 raise UserError("E305", loc=self.loc, what=f"{key}={value!r} of compander {self.name}", want=want)
+        for key in ("curve", "inverse", "short_encode", "short_decode"):
+            value = getattr(self, key)
+            if callable(value) and not isinstance(value, _Asked):
+                object.__setattr__(self, key, _Asked(value, key, self.name, self.loc))
 
     def __str__(self) -> str:
         return self.name

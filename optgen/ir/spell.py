@@ -17,8 +17,11 @@ def number(x: float) -> str:
     return repr(int(x) if x == int(x) else x).replace("-", "m").replace(".", "p").replace("+", "")
 
 
-def spell(node: Node, names: Mapping[int, str] | None = None) -> str:
-    """A Python identifier that reads as the expression; nodes in `names` (by uid) go by those."""
+def spell(node: Node, names: Mapping[int, str] | None = None, below: int = 0) -> str:
+    """A Python identifier that reads as the expression; nodes in `names` (by uid) go by those.
+
+    What is `below` more operations than LIMIT has a name that is too long, whatever it is: it is not read further.
+    """
     if names and node.uid in names:
         return names[node.uid]
     if node.op == "load":
@@ -27,18 +30,24 @@ def spell(node: Node, names: Mapping[int, str] | None = None) -> str:
         return number(float(node.attr))
     if node.op == "sym":
         return "t" if node.attr == "step" else str(node.attr)
+    if below > LIMIT:
+        return "x" * (LIMIT + 1)
+    below += 1
     if node.op == "neg":
-        return f"minus_{spell(node.args[0], names)}"
+        return f"minus_{spell(node.args[0], names, below)}"
     if node.op in _WORDS:
-        a, b = (spell(x, names) for x in node.args)
+        a = spell(node.args[0], names, below)
+        if len(a) > LIMIT:
+            return a
+        b = spell(node.args[1], names, below)
         if node.op == "div" and a == "one":
             return f"one_over_{b}"
         return f"{a}_{_WORDS[node.op]}_{b}"
     if node.op == "extent":
         return str(node.attr)
     if node.op == "where" and names is not None:
-        return spell(node.args[1], names)
-    return "_".join([node.op, *(spell(a, names) for a in node.args)])
+        return spell(node.args[1], names, below)
+    return "_".join([node.op, *(spell(a, names, below) for a in node.args)])
 
 
 def name_for(node: Node, fallback: str, names: Mapping[int, str] | None = None) -> str:

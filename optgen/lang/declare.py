@@ -141,7 +141,18 @@ def _refuse(what: str, hint: str) -> UserError:
 def _number(what: str, x: object, hint: str = "") -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise _refuse(f"{what} is a number, got {x!r}", hint)
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError as error:  # a whole number of hundreds of digits: too long to be shown
+        got = f"a whole number of {int(x).bit_length()} bits"
+        raise _refuse(f"{what} is a number of fp64, got {got}", "1e308 is about the largest there is") from error
+
+
+def _finite(what: str, x: object, hint: str = "") -> float:
+    value = _number(what, x, hint)
+    if not math.isfinite(value):
+        raise _refuse(f"{what} is a finite number, got {value:g}", "")
+    return value
 
 
 def _state(
@@ -218,9 +229,9 @@ def hyper(
     if isinstance(default, tuple):
         if not default:
             raise _refuse("a tuple hyper-parameter has at least one part", "")
-        value = tuple(_number("a hyper-parameter's default", x) for x in default)
+        value = tuple(_finite("a hyper-parameter's default", x) for x in default)
     else:
-        value = _number("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
+        value = _finite("a hyper-parameter's default", default, "a number, or a tuple of numbers: hyper((0.9, 0.999))")
     return HyperDecl("", value, ge, gt, le, lt)
 
 

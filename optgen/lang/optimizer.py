@@ -65,6 +65,9 @@ def optimizer(
             raise UserError("E113", loc=author_loc(), what=f"{option}= is a text, got {text!r}", hint="")
     if name is not None and (not name.isidentifier() or not name.isascii() or keyword.iskeyword(name)):
         raise UserError("E113", loc=author_loc(), what=f"name= is that of a class, got {name!r}", hint='name="MyRule"')
+    if evaluate is not None and not isinstance(evaluate, FunctionType):
+        called = getattr(evaluate, "__name__", repr(evaluate))
+        raise UserError("E127", loc=author_loc(), name=called, why="it is not a function of its own, made with def")
     if matrix not in ("last", "first", "blocks"):
         hint = (
             "last: the last two dimensions; first: dimension 0 against all others; blocks: the same, where the user "
@@ -136,12 +139,13 @@ def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -
     source = Source(function)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
     hypers = {d.name for d in declared if isinstance(d, HyperDecl)}
-    first, *rest = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
+    first, rest = parameters[0] if parameters else None, parameters[1:]
     given = [x.name for x in rest if x.kind is not x.KEYWORD_ONLY]
     options = [x.name for x in rest if x.kind is x.KEYWORD_ONLY]
     why = ""
-    if first.name != "p":
-        why = f"its first parameter is p, got {first.name}"
+    if first is None or first.name != "p":
+        why = f"its first parameter is p, got {first.name if first else 'none'}"
     elif not set(given) <= states:
         why = f"before the `*` it takes element-wise states, got {', '.join(sorted(set(given) - states))}"
     elif not set(options) <= hypers:

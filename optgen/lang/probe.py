@@ -1,5 +1,8 @@
 """Runs a traced rule for three steps on small numbers, in fp64, and says where it first breaks.
 
+What comes from the host, constants too, is 0 or an infinity where it meets other values and is too small or too large
+for fp32, as in a kernel: an eps of 1e-50 guards no division there.
+
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
 bias that starts at zero.  Before that, a division by a bias correction is refused where some legal setting makes it 0.
@@ -12,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
+from optgen.base.loc import Loc
 from optgen.ir.node import Node, postorder
 from optgen.ir.ranges import Intervals, corrections
-from optgen.ops import spaces
+from optgen.ops import dtypes, spaces
 from optgen.ops.prims import REDUCTIONS
 
 if TYPE_CHECKING:
@@ -112,23 +116,38 @@ class Run:
                 x = out[node.args[0].uid]
                 out[node.uid] = [float(pick(x[j] for j in self.group(node, i))) for i in range(self.size)]
             else:
-                columns = [out[a.uid] for a in node.args]
+                columns = [[taken(node, a, x) for x in out[a.uid]] for a in node.args]
                 out[node.uid] = [_EVAL[node.op](*x) for x in zip(*columns, strict=True)]
         return out
 
 
+def taken(user: Node, operand: Node, x: float) -> float:
+    """What an operation takes for a value of its operand: 0 or an infinity where fp32 has nothing nearer."""
+    if operand.space != spaces.host or user.space == spaces.host or operand.dtype is not dtypes.f32:
+        return x
+    got = dtypes.in_f32(x)
+    return got if got == 0 or math.isinf(got) else x
+
+
 def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
     """The operation that first made the value at element i not finite: all that it took was finite."""
-    if node.op == "where":
-        sources = [(node.args[1 if values[node.args[0].uid][i] else 2], i)]
-    elif node.op in REDUCTIONS:
-        sources = [(node.args[0], j) for j in run.group(node, i)]
-    else:
-        sources = [(a, i) for a in node.args]
-    for a, j in sources:
-        if not math.isfinite(values[a.uid][j]):
-            return _culprit(run, values, a, j)
+    found: tuple[Node, int] | None = (node, i)
+    while found is not None:
+        node, i = found
+        if node.op == "where":
+            sources = [(node.args[1 if values[node.args[0].uid][i] else 2], i)]
+        elif node.op in REDUCTIONS:
+            sources = [(node.args[0], j) for j in run.group(node, i)]
+        else:
+            sources = [(a, i) for a in node.args]
+        found = next(((a, j) for a, j in sources if not math.isfinite(values[a.uid][j])), None)
     return node, i
+
+
+def _place(spec: Spec, trace: Trace, bad: Node, roots: list[Node]) -> Loc:
+    """Where the author made a value; of a number or a name, where it is first taken."""
+    users = (n for n in postorder(roots) if bad is n or bad in n.args)
+    return next((trace.places[n.uid] for n in users if n.uid in trace.places), spec.loc)
 
 
 def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
@@ -184,22 +203,38 @@ def _corrections(spec: Spec, trace: Trace) -> None:
                 )  # fmt: skip
 
 
+def _shown(user: Node, operand: Node, x: float) -> str:
+    """A value as an operation takes it, and what it was where fp32 makes 0 or an infinity of it."""
+    got = taken(user, operand, x)
+    lost = math.isfinite(x) and x != 0 and (got == 0 or math.isinf(got))
+    return f"{got:g} ({x:g} in fp64)" if lost else f"{got:g}"
+
+
+def _lost(node: Node, values: Values, i: int) -> float | None:
+    """A number below an operation that fp32 makes 0 of where it meets other values."""
+    pairs = ((n, a) for n in postorder([node]) for a in n.args)
+    return next((x for n, a in pairs if (x := values[a.uid][i]) != 0 and taken(n, a, x) == 0), None)
+
+
 def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:
     new = {"p": trace.p, **trace.states, **trace.host_states}
     for node in postorder(new.values()):
         # Host scalars are plain Python numbers: there an unused branch raises too.
         if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
             bad, _ = _culprit(run, values, node, 0)
-            raise UserError("E141", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][0], step=step)
+            place = _place(spec, trace, bad, list(new.values()))
+            raise UserError("E141", loc=place, value=values[bad.uid][0], step=step)
     for name, node in new.items():
         for i, (p, g) in enumerate(run.grid):
             if not math.isfinite(values[node.uid][i]):
                 bad, j = _culprit(run, values, node, i)
-                taken = ", ".join(f"{values[a.uid][j]:g}" for a in bad.args)
+                took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
+                small = _lost(bad, values, j)
+                hint = {"hint": f"{small:g} is 0 in fp32: take a larger one, such as 1e-30"} if small else {}
                 where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
                 raise UserError(
                     "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
-                    note=f"{where}; it took {taken}, and reaches `{name}`",
+                    note=f"{where}; it took {took}, and reaches `{name}`", **hint,
                 )  # fmt: skip
     for s in spec.states:
         if s.nonneg and s.name in trace.states:

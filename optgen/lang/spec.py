@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from optgen.base.errors import UserError, did_you_mean
+from optgen.base.errors import UserError, did_you_mean, insisted
 from optgen.base.loc import Loc
 from optgen.ir.node import Node
 from optgen.ir.program import Let
@@ -209,7 +209,8 @@ class Spec:
         first = (p, g, t) if self.takes_step else (p, g)
         kept = {s.name for s in self.kept}
         positional = [values[name] for name in self.order[1:]]
-        result = self.function(*first, *positional, **{k: v for k, v in values.items() if k not in kept})
+        with insisted():
+            result = self.function(*first, *positional, **{k: v for k, v in values.items() if k not in kept})
         parts = result if isinstance(result, tuple) else (result,)
         if len(parts) != len(self.order):
             place = self.source.loc(self.source.returns[0][0])

@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from optgen.base.errors import UserError, did_you_mean
+from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
@@ -107,9 +107,9 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
         new = spec.call(p, g, value(ir.sym("step")), values)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _raised_at(error, spec)
-        text = next(iter(str(error).splitlines()), "")
+        text = next(iter(said(error).splitlines()), "")
         hint = _meant(error, place, spec)
         raise UserError("E131", loc=place, kind=type(error).__name__, text=text, hint=hint) from error
     tracer.finish()
@@ -142,7 +142,7 @@ _MODULES = ("torch.", "np.", "numpy.", "math.")
 _NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
 
 
-def _meant(error: Exception, place: Loc, spec: Spec) -> str:
+def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
     """What to write instead, as far as an error of Python's says it."""
     if isinstance(error, NameError) and error.name:
         if error.name in sys.modules["optgen.lang"].__dict__["__all__"]:
@@ -177,7 +177,7 @@ def _function_meant(missing: str, name: str, written: str) -> str:
     return _NO_TENSORS if of_it else f"import {missing}"
 
 
-def _raised_at(error: Exception, spec: Spec) -> Loc:
+def _raised_at(error: BaseException, spec: Spec) -> Loc:
     """The innermost place of the traceback in a spec file or a helper that the author wrote."""
     place = spec.loc
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -240,8 +240,29 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
     if isinstance(x, (int, float)):
         if like.is_int:
             return ir.const(int(x), like)
-        return ir.const(float(x), dtypes.f32)
+        return ir.const(_float(x), dtypes.f32)
     raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {x!r}")
+
+
+def _float(x: float) -> float:
+    try:
+        return float(x)
+    except OverflowError as error:  # a whole number of hundreds of digits: too long to be shown
+        got, hint = f"a whole number of {int(x).bit_length()} bits", "1e308 is about the largest there is"
+        raise UserError("E104", loc=author_loc(), got=got, note="host scalars are fp64", hint=hint) from error
+
+
+def _check_numbers(nodes: list[Node]) -> None:
+    """Raises UserError where a number that fp32 has not meets values that are computed in it."""
+    if all(n.space == spaces.host for n in nodes):
+        return
+    for n in nodes:
+        if n.op == "const" and n.dtype is dtypes.f32 and math.isfinite(n.attr) and math.isinf(dtypes.in_f32(n.attr)):
+            raise UserError(
+                "E104", loc=author_loc(), got=f"{n.attr:g}, which fp32 does not reach",
+                note="all but host scalars is computed in fp32, whose largest number is about 3.4e38",
+                hint="a smaller number; where(), or no bound at all, where it stands for infinity",
+            )  # fmt: skip
 
 
 _FLOAT = frozenset("search place div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
@@ -284,6 +305,7 @@ def _op(name: str, *args: Num, attr: Any = None) -> Value:
     like = next((a.node.dtype for a in branch if isinstance(a, Value)), dtypes.f32)
     nodes = [lift(a, like) for a in args]
     _check_operands(name, nodes)
+    _check_numbers(nodes)
     record = next((v.record for v in values if v.record is not None), None)
     made = ir.op(name, *nodes, attr=attr)
     if record is not None:

@@ -7,6 +7,7 @@ of states in blocks, packed.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,3 +61,8 @@ boolean = DType("bool", 1, "bool", "bool")
 
 ALL = {d.name: d for d in (f64, f32, bf16, f16, i64, i32, i16, i8, u8, u4, u2, u1, boolean)}
 FROM_TORCH = {d.torch: d for d in ALL.values() if not d.packed}
+
+
+def in_f32(x: float) -> float:
+    """What a number of the host's becomes in f32: 0 where it is too small, an infinity where it is too large."""
+    return float(struct.unpack("=f", struct.pack("f", x))[0])  # the standard "=f" refuses to pack what becomes inf

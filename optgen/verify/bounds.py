@@ -501,7 +501,7 @@ def prove(compander: Compander) -> Proof:
     import sympy
 
     n, y = sympy.Symbol("n", positive=True), sympy.Symbol("y", positive=True)
-    f, g = exactly(compander.curve(n)), exactly(compander.inverse(y))
+    f, g = (exactly(sympy.sympify(x)) for x in (compander.curve(n), compander.inverse(y)))
     ends = [sympy.simplify(e) for e in (f.subs(n, 0), f.subs(n, 1) - 1, g.subs(y, 0), g.subs(y, 1) - 1)]
     if any(e != 0 for e in ends):
         raise UserError("E304", loc=compander.loc, name=compander.name, why="SymPy cannot show that 0 -> 0 and 1 -> 1")
@@ -531,11 +531,8 @@ def _refute(compander: Compander) -> None:
     last = -1.0
     for i in range(1025):
         n = i / 1024
-        try:
-            code = float(compander.curve(n))
-            back = float(compander.inverse(code))
-        except (ArithmeticError, ValueError, TypeError) as error:
-            raise wrong(f"curve({n:g}) or its inverse fails: {error}") from error
+        code = float(compander.curve(n))
+        back = float(compander.inverse(code))
         if not code > last:
             raise wrong(f"the curve does not increase at {n:g}: curve = {code:g} after {last:g}")
         if not abs(back - n) <= 1e-9:

@@ -1,0 +1,8 @@
+from optgen.formats import Compander
+from optgen.verify.bounds import prove
+
+bent = Compander("bent", lambda n: 1 / 0, lambda y: y)
+
+
+def case():
+    prove(bent)

@@ -1,0 +1,215 @@
+"""Rules that must not become optimizers, and what is said of them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optgen.backends.cpp import literal
+from optgen.base.errors import UserError
+from optgen.base.loc import Loc
+from optgen.driver.terminal import as_fields
+from optgen.ir import node
+from optgen.ir.spell import name_for
+from optgen.lang import Spec, flag, hyper, optimizer, state
+
+
+def refused(spec: Spec) -> UserError:
+    with pytest.raises(UserError) as caught:
+        spec.check()
+    return caught.value
+
+
+def _signed(p: Any, m: Any) -> Any:
+    with contextlib.suppress(Exception):
+        if p > 0:
+            return p * 2
+    return p - m
+
+
+def test_a_refusal_in_a_helper_stands_though_it_is_suppressed_there() -> None:
+    @optimizer(cite="nobody")
+    def helped(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
+        m = 0.9 * m + lr * g
+        p = _signed(p, m)
+        return p, m
+
+    error = refused(helped)
+    assert error.code == "E101"
+    assert error.locs[0].function == "_signed"
+
+
+def test_the_first_refusal_is_told_whatever_the_rule_raises_after_it() -> None:
+    @optimizer(cite="nobody")
+    def renamed(p, g, *, lr=hyper(1e-3, ge=0)):
+        try:
+            p = p - lr * float(g)
+        except UserError as error:
+            raise SystemExit("gives up") from error
+        return p
+
+    assert refused(renamed).code == "E102"
+
+
+def test_a_refusal_in_another_spec_s_trace_stands_too() -> None:
+    @optimizer(cite="nobody")
+    def inner(p, g, *, lr=hyper(1e-3, ge=0)):
+        if g > 0:
+            p = p - lr * g
+        return p
+
+    @optimizer(cite="nobody")
+    def outer(p, g, *, lr=hyper(1e-3, ge=0)):
+        with contextlib.suppress(Exception):
+            inner.trace()
+        p = p - lr * g
+        return p
+
+    assert refused(outer).code == "E101"
+
+
+def test_a_state_that_is_off_is_refused_on_numbers_though_the_rule_catches_it() -> None:
+    @optimizer(cite="nobody")
+    def caught(p, g, m=state(when="heavy"), *, lr=hyper(1e-3, ge=0), heavy=flag(False)):
+        try:
+            m = 0.9 * m + g
+            p = p - lr * m
+        except UserError:
+            p = p - lr * g
+        return p, m
+
+    with pytest.raises(UserError) as error:
+        caught.evaluate(1.0, 0.5, 1)
+    assert error.value.code == "E105"
+
+
+def test_what_python_raises_may_be_caught() -> None:
+    @optimizer(cite="nobody")
+    def plain(p, g, *, lr=hyper(1e-3, ge=0)):
+        try:
+            p = p - lr * g.clamp(-1, 1)
+        except AttributeError:
+            p = p - lr * g
+        return p
+
+    plain.check()
+
+
+@pytest.mark.parametrize("large", [1e39, -1e60])
+def test_numbers_beyond_fp32_are_refused_where_they_meet_elements(large: float) -> None:
+    @optimizer(cite="nobody")
+    def added(p, g, *, lr=hyper(1e-3, ge=0)):
+        g = g + large
+        p = p - lr * g
+        return p
+
+    error = refused(added)
+    assert error.code == "E104"
+    assert "g + large" in error.locs[0].source()
+
+
+def test_numbers_beyond_fp32_may_stand_between_host_scalars() -> None:
+    @optimizer(cite="nobody")
+    def host(p, g, t, *, lr=hyper(1e-3, ge=0)):
+        lr = lr * 1e60 / (t + 1e60)
+        p = p - lr * g
+        return p
+
+    host.check()
+
+
+@pytest.mark.parametrize(
+    ("eps", "code"), [(1e-30, ""), (1e-44, ""), (1e-46, "E140"), (1e-60, "E140")]
+)  # the smallest number of fp32 is 1.4e-45
+def test_a_guard_counts_as_fp32_has_it(eps: float, code: str) -> None:
+    @optimizer(cite="nobody")
+    def guarded(p, g, *, lr=hyper(1e-3, ge=0), eps=hyper(eps, ge=0)):
+        p = p - lr * g / (abs(g) + eps)
+        return p
+
+    if code:
+        assert refused(guarded).code == code
+    else:
+        guarded.check()
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_constant_that_is_no_number_is_told_where_it_is_taken(value: str) -> None:
+    @optimizer(cite="nobody")
+    def scaled(p, g, *, lr=hyper(1e-3, ge=0)):
+        d = lr * g
+        d = d * float(value)
+        p = p - d
+        return p
+
+    error = refused(scaled)
+    assert error.code == "E141"
+    assert "d * float(value)" in error.locs[0].source()
+
+
+def test_cpp_prints_what_fp32_makes_of_a_number() -> None:
+    assert [literal(x) for x in (1e39, -1e39, 1e-50, 0.1)] == ["INFINITY", "-INFINITY", "0.0f", "0.10000000149011612f"]
+
+
+@pytest.mark.parametrize("default", [float("inf"), (0.9, float("nan")), 10**400])
+def test_defaults_are_finite(default: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        hyper(default)
+    assert caught.value.code == "E113"
+
+
+def test_rules_of_a_thousand_operations_in_a_row_are_checked() -> None:
+    @optimizer(cite="nobody")
+    def long(p, g, *, lr=hyper(1e-3, ge=0)):
+        for _ in range(1200):
+            g = g * 0.9 + lr
+        p = p - lr * g
+        return p
+
+    long.check()
+
+
+def test_columns_count_characters(tmp_path: Path) -> None:
+    file = tmp_path / "greek.py"
+    file.write_text("    é = p * foo\n", encoding="utf-8")
+    loc = Loc(str(file), 1, len("    é = p * ".encode()), 1, len("    é = p * foo".encode()))
+    error = UserError("E104", loc=loc, got="foo")
+    assert loc.column == 13
+    assert f"{file}:1:13" in str(error)
+    assert as_fields(error)["places"][0]["column"] == 13
+    assert Loc("no such file", 1, 7).column == 8
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), SystemExit("why")])
+def test_what_a_rule_may_not_raise(error: BaseException) -> None:
+    @optimizer(cite="nobody")
+    def leaving(p, g, *, lr=hyper(1e-3, ge=0)):
+        p = p - lr * g
+        raise error
+        return p
+
+    assert refused(leaving).code == "E131"
+
+
+def test_an_interrupt_passes() -> None:
+    @optimizer(cite="nobody")
+    def interrupted(p, g, *, lr=hyper(1e-3, ge=0)):
+        p = p - lr * g
+        raise KeyboardInterrupt
+        return p
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.check()
+
+
+def test_long_chains_and_towers_have_short_names() -> None:
+    chain = tower = node.sym("lr")
+    for _ in range(1200):
+        chain = node.op("add", node.op("mul", chain, node.const(0.99)), node.sym("lr"))
+    for _ in range(60):
+        tower = node.op("mul", tower, tower)  # two readings of each would be 2^60
+    assert name_for(chain, "named") == name_for(tower, "named") == "named"
+    assert name_for(node.op("neg", node.op("mul", node.sym("lr"), node.sym("wd"))), "named") == "minus_lr_times_wd"
