@@ -25,7 +25,7 @@ from typing import TypeVar
 import optgen.formats
 import optgen.lang
 from optgen.base import ready
-from optgen.base.errors import UserError, did_you_mean
+from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_frame, relative
 from optgen.formats.plan import Plan
 from optgen.lang.source import check_encoding, forget
@@ -328,8 +328,7 @@ def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if Path(frame.f_code.co_filename).parent == file.parent:
             place = of_frame(frame)
-    path = error.path if isinstance(error, ImportError) else None
-    text = str(error).removesuffix(f" ({path})")  # where a module lies on this machine is no part of the mistake
+    text = said(error)
     kind = type(error).__name__
     return UserError("E402", loc=place, kind=kind, text=text or "no message", hint=_meant(error, file))
 
