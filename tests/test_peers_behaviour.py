@@ -240,7 +240,7 @@ def test_offloaded_states_go_on_without_offloading_and_back() -> None:
 
 ACTIVE: dict[str, dict[str, Any]] = {
     **{name: {"momentum": 0.5} for name in ("SGD", "SGDW", "OrthoGrad")},
-    **{name: {"weight_decay": 0.1} for name in ("AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},
+    **{name: {"weight_decay": 0.1} for name in ("Adam", "AdamP", "SGDP", "ADOPT", "NAdam", "RAdam")},
     **{name: {"warmup_steps": 9.0} for name in ("ScheduleFreeAdamW", "ScheduleFreeSGD")},
     "Prodigy": {"lr": 0.5, "d_coef": 100.0},
 }
