@@ -61,6 +61,15 @@ def test_equal_nodes_are_identical_and_signed_zero_is_kept_apart() -> None:
     assert ir.const(1.0) is not ir.const(1, dtypes.i32)
 
 
+def test_a_shared_graph_is_told_briefly() -> None:
+    x = ir.load("g", dtypes.f32, spaces.elem)
+    assert repr(ir.op("add", x, x)) == "add(%g:f32, %g:f32)"
+    for _ in range(200):
+        x = ir.op("mul", x, x)
+    assert len(repr(x)) < 1000
+    assert "..." in repr(x)
+
+
 def test_nodes_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         X.op = "y"  # type: ignore[misc]

@@ -52,9 +52,9 @@ class Node:
         return (_make, (self.op, self.args, self.attr, self.dtype, self.space))
 
     def __repr__(self) -> str:
-        from optgen.ir.show import text
+        from optgen.ir.show import brief
 
-        return text(self)
+        return brief(self)
 
 
 _table: dict[tuple[Any, ...], Node] = {}

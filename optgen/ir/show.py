@@ -37,8 +37,19 @@ def text(node: Node, names: Mapping[int, str] | None = None) -> str:
         return f"@{names[node.uid]}"
     if not node.args:
         return leaf(node)
+    return _written(node, [text(a, names) for a in node.args])
+
+
+def brief(node: Node, depth: int = 5) -> str:
+    """One node as text, `...` for what is further down: as a tree, a shared graph has more nodes than memory."""
+    if not node.args:
+        return leaf(node)
+    return _written(node, [brief(a, depth - 1) for a in node.args]) if depth else "..."
+
+
+def _written(node: Node, args: list[str]) -> str:
     attr = f"<{node.attr}>" if node.attr is not None else ""
-    return f"{node.op}{attr}({', '.join(text(a, names) for a in node.args)})"
+    return f"{node.op}{attr}({', '.join(args)})"
 
 
 def show(program: Program | Schedule) -> str:

@@ -1,7 +1,8 @@
 """Runs a traced rule for three steps on small numbers, in fp64, and says where it first breaks.
 
 What comes from the host, constants too, is 0 or an infinity where it meets other values and is too small or too large
-for fp32, as in a kernel: an eps of 1e-50 guards no division there.
+for a normal number of fp32, as in a kernel: an eps of 1e-50 guards no division there, nor does a subnormal one in fast
+maths.
 
 The parameter is a matrix of p in {0, 0.5} (rows) and g in {0, 0.001, -2} (columns), with hyper-parameters
 at their defaults and states at their init; rules that reduce are also run on uniform tensors, such as a
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
+SMALLEST = 2.0**-126  # the smallest normal number of fp32
+TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
 
 
@@ -122,11 +125,16 @@ class Run:
 
 
 def taken(user: Node, operand: Node, x: float) -> float:
-    """What an operation takes for a value of its operand: 0 or an infinity where fp32 has nothing nearer."""
+    """What an operation takes for a value of its operand: 0 or an infinity beyond the normal numbers of fp32.
+
+    A subnormal number is a number in strict maths; in fast maths it may count as 0.
+    """
     if operand.space != spaces.host or user.space == spaces.host or operand.dtype is not dtypes.f32:
         return x
+    if abs(x) < SMALLEST:
+        return 0.0
     got = dtypes.in_f32(x)
-    return got if got == 0 or math.isinf(got) else x
+    return got if math.isinf(got) else x
 
 
 def _culprit(run: Run, values: Values, node: Node, i: int) -> tuple[Node, int]:
@@ -230,7 +238,7 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> Non
                 bad, j = _culprit(run, values, node, i)
                 took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
                 small = _lost(bad, values, j)
-                hint = {"hint": f"{small:g} is 0 in fp32: take a larger one, such as 1e-30"} if small else {}
+                hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
                 where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
                 raise UserError(
                     "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
