@@ -1,4 +1,4 @@
-"""Adafactor as its paper has it, with the options of the implementation that trained T5."""
+"""Adafactor as its paper has it, with the options of transformers' implementation."""
 
 from optgen.lang import (
     col,

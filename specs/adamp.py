@@ -19,7 +19,7 @@ def adamp(
     nesterov=flag(False),
     projected=shape_flag(lambda shape: len(shape) >= 2),
 ):
-    """Adam with decoupled decay; where a weight looks scale-invariant, its step keeps its length and it decays less."""
+    """Adam with decoupled decay; a weight that looks scale-invariant decays less and is not rescaled by its step."""
     beta1, beta2 = betas
     exp_avg = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g

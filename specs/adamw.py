@@ -21,7 +21,7 @@ def adamw(
 ):
     """Adam with decoupled weight decay.
 
-    With decouple_lr the decay does not shrink with lr: a step decays by weight_decay * lr / (largest lr so far).
+    With decouple_lr the decay follows the schedule alone: a step decays by weight_decay * lr / (largest lr so far).
     """
     beta1, beta2 = betas
     if decouple_lr:

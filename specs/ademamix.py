@@ -12,7 +12,7 @@ def ademamix(
     exp_avg_sq=state(nonneg),
     *,
     lr=hyper(1e-3, ge=0),
-    betas=hyper((0.9, 0.999, 0.9999), gt=0, lt=1),
+    betas=hyper((0.9, 0.999, 0.9999), ge=0, lt=1),
     alpha=hyper(5.0, ge=0),
     alpha_warmup=hyper(0.0, ge=0),
     beta3_warmup=hyper(0.0, ge=0),
@@ -26,7 +26,8 @@ def ademamix(
     beta1, beta2, beta3 = betas
     mix = alpha * minimum(t / maximum(alpha_warmup, 1.0), 1.0)
     ramp = minimum(t / maximum(beta3_warmup, 1.0), 1.0)
-    slow = exp(log(beta1) * log(beta3) / ((1 - ramp) * log(beta3) + ramp * log(beta1)))
+    log1, log3 = log(maximum(beta1, 1e-8)), log(maximum(beta3, 1e-8))
+    slow = exp(log1 * log3 / ((1 - ramp) * log3 + ramp * log1))
     beta3_now = where(t < beta3_warmup, minimum(slow, beta3), beta3)
     p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g

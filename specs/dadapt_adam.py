@@ -23,17 +23,26 @@ def dadapt_adam(
     growth_rate=hyper(3e38, gt=0),
     use_bias_correction=flag(False),
 ):
+    """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
+
+    Where lr is 0 nothing moves, the states neither, and the sums leave it out.
+    """
     beta1, beta2 = betas
     beta3 = sqrt(beta2)
-    rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    numerator = rate * model_dot(g, s / (sqrt(exp_avg_sq) + eps))
-    numerator_weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
-    exp_avg = beta1 * exp_avg + (1 - beta1) * rate * g
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
-    s = beta3 * s + (1 - beta3) * rate * g
-    total = model_total(abs(s))
+    moves = where(lr > 0, 1.0, 0.0)
+    keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    gain1, gain2, gain3 = moves * (1 - beta1), moves * (1 - beta2), moves * (1 - beta3)
+    own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * own
+    numerator = d * model_dot(own * g, s / (sqrt(exp_avg_sq) + eps))
+    exp_avg = keep1 * exp_avg + gain1 * rate * g
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * g * g
+    s = keep3 * s + gain3 * rate * g
+    total = model_total(moves * abs(s))
+    weighted = beta3 * numerator_weighted + (1 - beta3) * numerator
+    numerator_weighted = where(total > 0, weighted, numerator_weighted)
     d_hat = numerator_weighted / maximum((1 - beta3) * total, 1e-37)
     p = policies.decoupled(p, rate, weight_decay)
-    p = p - exp_avg / (sqrt(exp_avg_sq) + eps)
+    p = p - moves * exp_avg / (sqrt(exp_avg_sq) + eps)
     d = maximum(d, where(total > 0, minimum(d_hat, d * growth_rate), 0.0))
     return p, exp_avg, exp_avg_sq, s, d, numerator_weighted

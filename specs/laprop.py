@@ -15,7 +15,10 @@ def laprop(
     eps=hyper(1e-15, gt=0),
     weight_decay=hyper(0.0, ge=0),
 ):
-    """Adam with the two moments in the other order: the gradient is scaled first and averaged then."""
+    """Adam with the two moments in the other order: the gradient is scaled first and averaged then.
+
+    A step decays by lr * weight_decay; the authors' code decays by weight_decay alone.
+    """
     beta1, beta2 = betas
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
     scaled = g / (sqrt(exp_avg_sq) / sqrt(1 - beta2**t) + eps)

@@ -1,10 +1,10 @@
 """MADGRAD: momentumized, adaptive, dual averaged gradient."""
 
-from optgen.lang import cbrt, flag, hyper, nonneg, optimizer, sqrt, state
+from optgen.lang import cbrt, flag, hyper, nonneg, optimizer, sqrt, state, where
 from optgen.lang.policies import l2
 
 
-@optimizer(cite="Defazio & Jelassi 2022, arXiv:2101.11075", like="pytorch_optimizer.MADGRAD", name="MADGRAD")
+@optimizer(cite="Defazio & Jelassi 2022, arXiv:2101.11075", name="MADGRAD")
 def madgrad(
     p, g, t,
     grad_sum_sq=state(nonneg),
@@ -14,18 +14,20 @@ def madgrad(
     lr=hyper(1e-2, ge=0),
     momentum=hyper(0.9, ge=0, lt=1),
     weight_decay=hyper(0.0, ge=0),
-    eps=hyper(1e-6, gt=0),
+    eps=hyper(1e-6, ge=0),
     has_momentum=flag(nonzero="momentum"),
 ):
     """Dual averaging: from the starting point x0 along the weighted sum of all gradients.
 
-    lr + eps is the rate, as in the authors' code.
+    lr + eps is the rate, and 0 where lr is, as in the authors' code; eps may be 0.
     """
     g = l2(g, p, weight_decay)
-    start = x0 if has_momentum else p + s / (cbrt(grad_sum_sq) + eps)
-    weight = (lr + eps) * sqrt(t)
+    before = cbrt(grad_sum_sq) + eps
+    start = x0 if has_momentum else p + where(before > 0, s / before, 0.0)
+    weight = where(lr > 0, lr + eps, 0.0) * sqrt(t)
     grad_sum_sq = grad_sum_sq + weight * g * g
     s = s + weight * g
-    z = start - s / (cbrt(grad_sum_sq) + eps)
+    denom = cbrt(grad_sum_sq) + eps
+    z = start - where(denom > 0, s / denom, 0.0)
     p = p + (1 - momentum) * (z - p) if has_momentum else z
     return p, grad_sum_sq, s, x0

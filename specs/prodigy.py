@@ -27,14 +27,23 @@ def prodigy(
     use_bias_correction=flag(False),
     safeguard_warmup=flag(False),
 ):
+    """The estimate d is one for the whole model: each group is in its sums with a rate of its own, lr.
+
+    Where lr is 0 nothing moves, the states neither, and the sums leave it out.
+    """
     beta1, beta2 = betas
     beta3 = sqrt(beta2)
-    rate = d * lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
-    d_numerator = beta3 * d_numerator + d / d0 * rate * model_dot(g, p0 - p)
-    exp_avg = beta1 * exp_avg + (1 - beta1) * d * g
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * (d * g) ** 2
-    s = beta3 * s + d / d0 * (d if safeguard_warmup else rate) * g
-    d_denom = model_total(abs(s))
+    moves = where(lr > 0, 1.0, 0.0)
+    keep1, keep2, keep3 = where(lr > 0, beta1, 1.0), where(lr > 0, beta2, 1.0), where(lr > 0, beta3, 1.0)
+    gain1, gain2 = moves * (1 - beta1), moves * (1 - beta2)
+    own = lr * (sqrt(1 - beta2**t) / (1 - beta1**t) if use_bias_correction else 1.0)
+    rate = d * own
+    numerator = beta3 * d_numerator + d / d0 * d * model_dot(own * g, p0 - p)
+    exp_avg = keep1 * exp_avg + gain1 * d * g
+    exp_avg_sq = keep2 * exp_avg_sq + gain2 * (d * g) ** 2
+    s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
+    d_denom = model_total(moves * abs(s))
+    d_numerator = where(d_denom > 0, numerator, d_numerator)
     d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     raised = where(equal(d, d0), maximum(d, d_hat), d)
     d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))

@@ -4,7 +4,7 @@ from optgen.lang import flag, hyper, optimizer, state
 from optgen.lang.policies import heavy_ball, l2
 
 
-@optimizer(cite="Sutskever et al. 2013, ICML 28", like="torch.optim.SGD", name="SGD")
+@optimizer(cite="Sutskever et al. 2013, ICML 30", like="torch.optim.SGD", name="SGD")
 def sgd(
     p, g, t,
     momentum_buffer=state(when="has_momentum"),

@@ -19,7 +19,7 @@ def sgdp(
     nesterov=flag(False),
     projected=shape_flag(lambda shape: len(shape) >= 2),
 ):
-    """Momentum; where a weight looks scale-invariant, its step keeps its length and it decays less."""
+    """Momentum; a weight that looks scale-invariant decays less and is not rescaled by its step."""
     momentum_buffer = momentum * momentum_buffer + (1 - dampening) * g
     update = g + momentum * momentum_buffer if nesterov else momentum_buffer
     weight_decay = weight_decay / (1 - momentum)

@@ -16,7 +16,10 @@ def yogi(
     eps=hyper(1e-3, ge=0),
     weight_decay=hyper(0.0, ge=0),
 ):
-    """Adam whose second moment moves toward the squared gradient by an amount that does not depend on the gap."""
+    """Adam whose second moment moves toward the squared gradient by an amount that does not depend on the gap.
+
+    Bias corrections are Adam's; the paper's algorithm 2 has none.
+    """
     beta1, beta2 = betas
     p = decoupled(p, lr, weight_decay)
     exp_avg = beta1 * exp_avg + (1 - beta1) * g

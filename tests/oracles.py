@@ -231,7 +231,7 @@ def cautious_adamw(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
 
 
 def cautious_lion(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
-    """Likewise."""
+    """Likewise, with the scale of the authors' AdamW; that of their Lion is n / (ones + 1)."""
     m = torch.zeros(())
     beta1, beta2 = hypers["betas"]
 

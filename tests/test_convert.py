@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +318,31 @@ def test_checkpoints_of_other_packages(tmp_path: Path, package: Callable[[], Any
     coded = AdamW(Net().parameters(), plan="int8")
     coded.load_state_dict(saved)  # and from their codes to ours
     train(coded, range(2, 3))
+
+
+def test_the_commands_import_torchao_where_a_file_needs_it(tmp_path: Path) -> None:
+    """In a process that has not: torch says only behind the first line of its message what the file holds."""
+    theirs, _ = of_torchao()
+    with torch.compiler.set_stance("force_eager"):
+        train(theirs, range(1))
+    torch.save(theirs.state_dict(), tmp_path / "x.pt")
+    code = """
+        import sys
+        from optgen.driver.cli import main
+        assert "torchao" not in sys.modules
+        done = []
+        for arguments in ("verify-checkpoint x.pt", "convert x.pt o.pt --plan fp32 --spec adamw"):
+            sys.argv = ["optgen", *arguments.split()]
+            try:
+                done.append(main())
+            except SystemExit as error:
+                done.append(error.code)
+        print(done)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] in ("[0, 0]", "[None, None]"), done.stdout + done.stderr
+    assert (tmp_path / "o.pt").is_file()
 
 
 def flashoptim_entry(dtype: torch.dtype, bits: int, compressed: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -776,7 +776,7 @@ def test_policies(p: float, u: float) -> None:
     assert policies.l2(u, p, 0.1) == u + 0.1 * p
     assert policies.decoupled(p, 0.5, 0.1) == p * 0.95
     assert policies.proximal(p, 0.5, 0.1) == p / 1.05
-    assert policies.cautious(p, u, 0.5, 0.1) == (p * 0.95 if u * p > 0 else p)
+    assert policies.cautious(p, u, 0.5, 0.1) == (p * 0.95 if u * p >= 0 else p)
 
 
 def test_decay_of_zero_changes_no_bit() -> None:

@@ -149,8 +149,8 @@ def test_stochastic_rounding_moves_bf16_weights_on_average_as_far_as_fp32() -> N
 
 @pytest.mark.parametrize("plan", ["fp32", "int8"])
 def test_decoupled_decay_does_not_shrink_with_the_rate(plan: str) -> None:
-    """optimi's and FlashOptim's decouple_lr: at the first rate it is torch's decay of lr * wd; later the rate falls and
-    the decay falls by the same factor, no further."""
+    """optimi's and FlashOptim's decouple_lr: at the first rate, whatever it is, the decay is wd; later the rate falls
+    and the decay falls by the same factor."""
     p = nn.Parameter(torch.full((64, 80), 2.0))
     opt = AdamW([p], lr=0.1, weight_decay=1e-2, decouple_lr=True, plan=plan)
     shown = []

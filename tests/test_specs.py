@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def ademamix(flags: dict[str, bool], hypers: dict[str, Any]) -> Step:
         if hypers["alpha_warmup"]:
             alpha = min(t * alpha / hypers["alpha_warmup"], alpha)
         if hypers["beta3_warmup"]:
-            s, l1, l3 = t / hypers["beta3_warmup"], math.log(beta1), math.log(beta3)
+            s, l1, l3 = t / hypers["beta3_warmup"], math.log(max(beta1, 1e-8)), math.log(beta3)
             b3 = min(math.exp(l1 * l3 / ((1 - s) * l3 + s * l1)), beta3)
         m1 = beta1 * m1 + (1 - beta1) * g
         m2 = b3 * m2 + (1 - b3) * g
@@ -231,6 +231,55 @@ def test_follows_its_oracle(case: tuple[str, dict[str, bool], dict[str, Any]]) -
         theirs = oracle(theirs, g, t, lr)
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, t=t: f"step {t}: {m}")
     assert not torch.equal(ours, torch.zeros_like(ours))
+
+
+@pytest.mark.parametrize("warmup", [0.0, 5.0])
+def test_ademamix_without_the_fast_average(warmup: float) -> None:
+    """The authors allow beta1 = 0; their schedule of beta3 takes the logarithm of 1e-8 there."""
+    hypers = {h.name: h.default for h in spec_of("ademamix").hypers}
+    hypers |= {"betas": (0.0, 0.999, 0.9999), "beta3_warmup": warmup}
+    spec, oracle = spec_of("ademamix"), ademamix({}, hypers)
+    spec.check()
+    ours = theirs = torch.ones(4, dtype=torch.float64)
+    states: dict[str, Any] = {}
+    for t in range(1, 9):
+        g = torch.linspace(-1, 1, 4, dtype=torch.float64) * t
+        ours, states, _ = spec.evaluate(ours, g, t, states, {}, **hypers)
+        theirs = oracle(theirs, g, t, hypers["lr"])
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def madgrad(momentum: float, eps: float) -> Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]:
+    """The paper's algorithm 1 with what its authors' code makes of lr = 0 and of eps = 0."""
+    start: torch.Tensor | None = None
+    s = v = torch.zeros(())
+
+    def step(p: torch.Tensor, g: torch.Tensor, t: int, lr: float) -> torch.Tensor:
+        nonlocal start, s, v
+        start = p.clone() if start is None else start
+        rate = (lr + eps if lr else 0.0) * t**0.5
+        s, v = s + rate * g, v + rate * g * g
+        root = v ** (1 / 3) + eps
+        root = torch.where(root == 0, torch.inf, root)
+        return momentum * p + (1 - momentum) * (start - s / root)
+
+    return step
+
+
+@pytest.mark.parametrize(("momentum", "eps"), [(0.9, 1e-6), (0.9, 0.0), (0.0, 1e-6), (0.0, 0.0)])
+def test_madgrad_waits_while_the_rate_is_0_and_divides_by_no_0(momentum: float, eps: float) -> None:
+    spec, oracle = spec_of("madgrad"), madgrad(momentum, eps)
+    hypers = {"momentum": momentum, "weight_decay": 0.0, "eps": eps}
+    ours = theirs = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    states: dict[str, Any] = {}
+    for t in range(1, 9):
+        g = torch.tensor([0.0, 1e-9 * t, 3.0], dtype=torch.float64)
+        lr = 0.0 if t < 3 else 0.1
+        ours, states, _ = spec.evaluate(ours, g, t, states, {}, **hypers, lr=lr)
+        theirs = oracle(theirs, g, t, lr)
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+        assert ours[0] == 1.0
+        assert torch.equal(ours, torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)) == (lr == 0)
 
 
 LIKE_TORCH = [n for n in NAMES if (spec_of(n).like or "").startswith("torch.optim.")]

@@ -80,6 +80,31 @@ def test_ready_made_optimizers(installed: Path, tmp_path: Path) -> None:
     assert str(installed) in out
 
 
+def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
+    """The ready-made ones under other plans, and a project's own, in specs/ and in a file beside nothing."""
+    (tmp_path / "specs").mkdir()
+    rule = "from optgen.lang import clipped\nfrom specs.adamw import adamw as base\n\nmine = clipped(base)\n"
+    (tmp_path / "specs" / "mine.py").write_text(rule)
+    (tmp_path / "flat.py").write_text(rule)
+    out = python(
+        """
+        import sys
+        from pathlib import Path
+        # An editable checkout has a package of that name.
+        sys.path = [p for p in sys.path if not (Path(p) / "specs" / "adamw.py").is_file()]
+        import optgen
+        from optgen.driver import load
+        assert load.ready.specs_dir().parts[-2:] == ("optgen", "_specs")
+        for rule in ("lookahead_adamw", "clipped_adamw", "specs/mine.py", "flat.py"):
+            print(optgen.compile(rule, plan="int8_split24").__name__)
+        assert "clipped_adamw" in load.entries() and load.entries()["clipped_adamw"].own
+        """,
+        installed,
+        tmp_path,
+    )
+    assert out.split() == ["LookaheadAdamW", "ClippedAdamW", "ClippedAdamW", "ClippedAdamW"]
+
+
 def test_a_project_of_ones_own(installed: Path, tmp_path: Path) -> None:
     optgen("new", "mine", site=installed, folder=tmp_path)
     assert (tmp_path / "specs" / "mine.py").is_file()

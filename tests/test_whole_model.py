@@ -235,6 +235,83 @@ def test_a_sum_over_the_model_does_not_depend_on_groups() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, groups, strict=True))
 
 
+AUTHORS: dict[str, Callable[..., Any]] = {
+    "prodigy": prodigyopt.Prodigy,
+    "dadapt_adam": lambda groups, **options: dadaptation.DAdaptAdam(groups, decouple=True, **options),
+}
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_group_with_a_rate_of_0_has_no_part_in_the_estimate(name: str, frozen: int) -> None:
+    """Wherever it stands: the authors' packages take the largest rate, and leave these groups out."""
+    cls = compiled(name)
+    start, gs = weights(SHAPES), gradients(SHAPES, 12)
+
+    def groups(ps: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": ps[:3], "lr": float(frozen != 0)}, {"params": ps[3:], "lr": float(frozen != 1)}]
+
+    def theirs(ps: list[torch.nn.Parameter]) -> Any:
+        return AUTHORS[name](groups(ps), d0=1e-2)
+
+    exact, a = walk(theirs, start, gs, torch.float64)
+    other, b = walk(theirs, start, gs, torch.float32)
+    ours, c = walk(lambda ps: cls(groups(ps), plan="fp32", d0=1e-2), start, gs, torch.float32)
+    hold(ours, other, exact)
+    still = slice(None, 3) if frozen == 0 else slice(3, None)
+    assert all(torch.equal(p.float(), w) for p, w in zip(ours[still], start[still], strict=True))
+    want, near = float(a.param_groups[0]["d"]), float(b.param_groups[0]["d"])
+    assert want > 1e-2
+    d = {float(s["d"]) for s in c.state.values()}
+    assert len(d) == 1
+    assert abs(d.pop() - want) <= 2 * abs(near - want) + 64 * ULP * want  # their d is summed in fp64, ours in fp32
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_an_estimate_waits_while_the_rate_is_0(name: str) -> None:
+    """Before a warm-up's first step, and within a run: neither the weights nor the states move."""
+    cls = compiled(name)
+    start, gs = weights(SHAPES), gradients(SHAPES, 14)
+    rates = [0.0, 0.0, 0.3, 0.6, *[1.0] * 4, 0.0, 0.0, *[1.0] * 4]
+
+    def run(make: Callable[[list[torch.nn.Parameter]], Any], dtype: torch.dtype) -> tuple[list[Tensor], Any]:
+        params = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in start]
+        opt = make(params)
+        for rate, step in zip(rates, gs, strict=True):
+            before = [p.detach().clone() for p in params]
+            opt.param_groups[0]["lr"] = rate
+            for p, g in zip(params, step, strict=True):
+                p.grad = g.to(dtype, copy=True)
+            opt.step()
+            if rate == 0:
+                assert all(torch.equal(p, w) for p, w in zip(params, before, strict=True))
+        return [p.detach().double() for p in params], opt
+
+    exact, a = run(lambda ps: AUTHORS[name](ps, d0=1e-2), torch.float64)
+    other, b = run(lambda ps: AUTHORS[name](ps, d0=1e-2), torch.float32)
+    ours, c = run(lambda ps: cls(ps, plan="fp32", d0=1e-2), torch.float32)
+    hold(ours, other, exact)
+    want, near = float(a.param_groups[0]["d"]), float(b.param_groups[0]["d"])
+    assert want > 1e-2
+    d = {float(s["d"]) for s in c.state.values()}.pop()
+    assert abs(d - want) <= 2 * abs(near - want) + 64 * ULP * want
+
+
+def test_groups_of_other_rates_may_stand_in_any_order() -> None:
+    """Each has its part in the sums with a rate of its own; the authors' packages refuse them."""
+    cls = compiled("prodigy")
+    start, gs = weights(SHAPES), gradients(SHAPES, 6)
+
+    def groups(ps: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": ps[:3], "lr": 1.0}, {"params": ps[3:], "lr": 0.1}]
+
+    _, a = walk(lambda ps: cls(groups(ps), plan="fp32", d0=1e-2), start, gs, torch.float32)
+    _, b = walk(lambda ps: cls(groups(ps)[::-1], plan="fp32", d0=1e-2), start, gs, torch.float32)
+    d, near = ({float(s["d"]) for s in opt.state.values()}.pop() for opt in (a, b))
+    assert d > 1e-2
+    assert abs(d - near) <= 64 * ULP * d  # sums over the model in another order
+
+
 def test_states_of_the_model_reach_parameters_that_missed_a_step() -> None:
     """A parameter without a gradient, and one whose first gradient comes late, see the same d as all others."""
     cls = compiled("prodigy")

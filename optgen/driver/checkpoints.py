@@ -241,20 +241,21 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors" or files.has_checksum(file):
             return files.read(file)
-        try:
-            return _of_torch(file)
-        except CheckpointError as error:
-            if "torchao" not in str(error):
-                raise
-            _import_torchao()
-            return _of_torch(file)
+        return _of_torch(file)
     except CheckpointError as error:
         raise _refuse(file, str(error).removeprefix(f"{file} ").removeprefix(f"{file}: ")) from error
 
 
 def _of_torch(file: Path) -> dict[str, Any]:
     """A file of torch.save: one of ours, without its end, is not taken for such."""
-    found = files.load_torch(file)
+    try:
+        found = files.load_torch(file)
+    except CheckpointError as error:
+        # What stands in the file and is not known: later torch says it behind the first line of its message.
+        if "torchao" not in str(error.__cause__):
+            raise
+        _import_torchao()
+        found = files.load_torch(file)
     if "optgen_checkpoint" in found:
         raise CheckpointError(f"{file} was cut short: its checksum is missing")
     return found

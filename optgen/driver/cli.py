@@ -84,14 +84,14 @@ def new(name: Annotated[str, typer.Argument(help="The rule's name: my_rule, or M
 
 @app.command()
 def build(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Specs; none: the project's.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")] = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed).")] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option("--backend", help="triton, cpp (compiled at once), reference (always there); repeatable."),
     ] = None,
-    out: Annotated[str | None, typer.Option("--out", help="The folder to write. [default: generated]")] = None,
-    maths: Annotated[str | None, typer.Option("--maths", help="strict or fast kernels. [default: fast]")] = None,
+    out: Annotated[str | None, typer.Option("--out", help="The folder to write; none: the project's.")] = None,
+    maths: Annotated[str | None, typer.Option("--maths", help="strict or fast; none: the project's.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; print what would change; exit 1 if anything.")
     ] = False,
@@ -182,9 +182,9 @@ def list_(json: Json = False) -> None:
 
 @app.command()
 def check(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help="Specs; none: the project's.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="SPEC", help="Specs; none: the project's.")] = None,
     plan: Annotated[
-        list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed). [default: all]")
+        list[str] | None, typer.Option("--plan", help="Plans (repeatable; patterns allowed); none: all.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -394,7 +394,7 @@ def convert(
         str | None, typer.Option("--weights", help="The model's state dict, where SRC has none.")
     ] = None,
     param: Annotated[
-        str | None, typer.Option("--param", help="The parameters' dtype in the result. [default: as in SRC]")
+        str | None, typer.Option("--param", help="The parameters' dtype in the result, instead of SRC's.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -142,16 +142,31 @@ def _declared(file: Path, changed: int) -> tuple[str, ...]:
     except (SyntaxError, ValueError):
         return (file.stem,)
     found = []
+    imports = [a for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names]
+    known = {a.asname or a.name: a.name for a in imports}  # what a name stands for
     for n in tree.body:
         if isinstance(n, ast.FunctionDef) and any(map(_is_mark, n.decorator_list)):
             found.append(n.name)
         elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and _called(n.value) in WRAPPERS:
-            found += [x.id for x in n.targets if isinstance(x, ast.Name)]
+            for x in n.targets:
+                if isinstance(x, ast.Name):
+                    known[x.id] = _made_name(n.value, known) or x.id
+                    found.append(known[x.id])
     return tuple(found)
 
 
 WRAPPERS = frozenset({"clipped", "lookahead"})
 """Functions of optgen.lang that make a spec of a spec."""
+
+
+def _made_name(made: ast.expr, known: Mapping[str, str]) -> str:
+    """The name that a wrapper gives to the spec it makes, after the rule inside; "" where that is not to be seen."""
+    if isinstance(made, ast.Call):
+        inner = _made_name(made.args[0], known) if _called(made) in WRAPPERS and made.args else ""
+        return f"{_called(made)}_{inner}" if inner else ""
+    if isinstance(made, ast.Attribute):
+        return made.attr
+    return known.get(made.id, made.id) if isinstance(made, ast.Name) else ""
 
 
 def _called(call: ast.Call) -> str:
@@ -291,28 +306,40 @@ def load(file: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _neighbours(file: Path) -> Iterator[None]:
-    """Lets a file import those beside it, as `helper` or as `specs.helper`; last on the path, nothing is shadowed."""
+    """Lets a file import those beside it, as `helper` or as `specs.helper`, and the ready-made ones as `specs.adamw`.
+
+    Last on the path, they shadow nothing.
+    """
     before = list(sys.path)
     sys.path += [str(file.parent), str(file.parent.parent)]
-    # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.
-    package = _package("specs") if file.parent.name == "specs" else None
-    beside: list[str] = list(getattr(package, "__path__", ()))
-    if package is not None and str(file.parent) not in beside:
-        package.__path__ = [*beside, str(file.parent)]
+    # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.  In a
+    # wheel it is the project's own folder, or nobody's.
+    foreign = sys.modules.get("specs")
+    package = _package("specs")
+    beside: list[str] = list(package.__path__)
+    own = [str(file.parent)] if file.parent.name == "specs" else []
+    package.__path__ = [*beside, *(f for f in (*own, str(ready.specs_dir())) if f not in beside)]
     try:
         yield
     finally:
         sys.path[:] = before
-        if package is not None:
-            package.__path__ = beside
+        package.__path__ = beside
+        if package.__spec__ is None:
+            for name in [n for n in sys.modules if n.partition(".")[0] == "specs"]:
+                del sys.modules[name]
+            if foreign is not None:
+                sys.modules["specs"] = foreign
 
 
-def _package(name: str) -> ModuleType | None:
-    """A package that stands on Python's path; None where there is none."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
+def _package(name: str) -> ModuleType:
+    """A package that stands on Python's path, or an empty one for as long as a file is loaded."""
+    with contextlib.suppress(Exception):  # whatever its __init__.py raises
+        found = importlib.import_module(name)
+        if hasattr(found, "__path__"):
+            return found
+    made = sys.modules[name] = ModuleType(name)
+    made.__path__ = []
+    return made
 
 
 def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:

@@ -20,8 +20,8 @@ JORDAN = (3.4445, -4.7750, 2.0315)
 def newton_schulz(x: Num, steps: int = 5, coefficients: tuple[Num, Num, Num] = JORDAN, eps: Num = 1e-7) -> Any:
     """The orthogonal matrix nearest to x, nearly: x (rows, columns) with its singular values brought near 1.
 
-    x, divided by its Frobenius norm plus eps, goes `steps` times through a x + (b A + c A^2) x with A = x x', in bf16
-    (Jordan et al. 2024, as in torch.optim.Muon); more rows than columns are transposed first.
+    x, divided by its Frobenius norm (at least eps), goes `steps` times through a x + (b A + c A^2) x with A = x x', in
+    bf16 (Jordan et al. 2024, as in torch.optim.Muon); more rows than columns are transposed first.
     """
     if isinstance(x, Value):
         if x.node.space != spaces.elem:

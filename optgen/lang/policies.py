@@ -7,7 +7,7 @@ gradient that every later line sees, the others change the weight.
 from __future__ import annotations
 
 from optgen.lang.reductions import amax, columns, dot, elements, norm, row_sum
-from optgen.lang.values import Num, maximum, sqrt, where
+from optgen.lang.values import Num, maximum, sign, sqrt, where
 
 
 def l2(g: Num, p: Num, weight_decay: Num) -> Num:
@@ -26,8 +26,11 @@ def proximal(p: Num, lr: Num, weight_decay: Num) -> Num:
 
 
 def cautious(p: Num, u: Num, lr: Num, weight_decay: Num) -> Num:
-    """Decoupled decay only where it points the way of the step p -= lr * u (Chen et al. 2025, arXiv:2510.12402)."""
-    return where(u * p > 0, decoupled(p, lr, weight_decay), p)
+    """Decoupled decay but where it points against the step p -= lr * u (Chen et al. 2025, arXiv:2510.12402).
+
+    What has no step (u = 0) decays.  Signs are compared, since a product of two small numbers is 0 in fp32.
+    """
+    return where(sign(u) * sign(p) >= 0, decoupled(p, lr, weight_decay), p)
 
 
 def schedule_of(lr: Num, peak_lr: Num) -> Num:
