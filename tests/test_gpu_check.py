@@ -181,6 +181,23 @@ def test_codes_one_off_fail_where_they_are_too_many_to_be_chance() -> None:
     assert problem.startswith("exp_avg: 2500 of 4900 codes differ")
 
 
+@pytest.mark.parametrize("plan", ["bnb8", "torchao8", "torchao_fp8"])
+def test_scales_of_fp32_may_differ_in_their_last_places_alone(plan: str) -> None:
+    """Nothing rounds them: fast maths gives nearly every block another one."""
+
+    def moved(by: int) -> Any:
+        def wrong(kernel: compare.Stored) -> None:
+            kernel.fields["exp_avg_sq_scale"].view(torch.int32).add_(by)
+
+        return wrong
+
+    case = adamw(plan, "bfloat16")
+    verdict = verdict_of(case, BF16, moved(3))
+    assert not verdict.problems and verdict.codes["exp_avg_sq"].of == 4900  # whose codes are still counted
+    problems = verdict_of(case, BF16, moved(2**14)).problems  # by 2^-9: within the cells of all its codes
+    assert [p for p in problems if p.startswith("exp_avg_sq_scale: ")]
+
+
 def test_a_code_two_off_and_a_nan_fail() -> None:
     def two(kernel: compare.Stored) -> None:
         codes = kernel.fields["exp_avg_sq"].view(-1)
