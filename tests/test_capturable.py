@@ -12,6 +12,7 @@ import ctypes
 import io
 import json
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -567,6 +568,8 @@ fn = kernels.adamw_bfloat16
 names = fn.arg_names
 scalars = names[2 : names.index("step_key")]
 constants = {"GRAD": tl.bfloat16, "TILES": 4, "RAGGED": False, "ALIGNED": True}
+ordered = control._ordered(fn, constants)
+inner = {(triton_control.controlled.arg_names.index("CONSTANTS"), k): x.value for k, x in enumerate(ordered)}
 tables = {"table": "*i64", "work": "*i32"}
 limits = kernels.OPTIONS["adamw_bfloat16"]
 plain = ks.compile_for(
@@ -574,8 +577,9 @@ plain = ks.compile_for(
     {**constants, "TILE": kernels.TILE["adamw_bfloat16"]}, ks.TARGETS["sm_90"], aligned=tables, **limits,
 )
 around = ks.compile_for(
-    triton_control.controlled, {**tables, "values": "*fp32", "words": "*i64"},
-    {"kernel": fn, "WHICH": tuple(range(len(scalars))), "KEYED": True, "CONSTANTS": control._ordered(fn, constants)},
+    triton_control.controlled,
+    {**tables, "values": "*fp32", "words": "*i64", "CONSTANTS": ("constexpr",) * len(ordered)},
+    {"kernel": fn, "WHICH": tuple(range(len(scalars))), "KEYED": True, **inner},
     ks.TARGETS["sm_90"], aligned=tables, **limits,
 )
 print(json.dumps([[x.stack, x.registers, ks.analyse(x, elements=256).per_element] for x in (plain, around)]))
@@ -592,6 +596,51 @@ def test_scalars_in_memory_cost_few_instructions_and_spill_nothing(compiling: di
     assert stack == stack_around == 0
     assert registers_around <= registers
     assert plain < around <= plain + 4
+
+
+LAUNCHED = """
+import json
+import torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from generated.sgd.fp32 import triton_kernels as kernels
+from optgen.runtime import control
+
+class Device:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Device())
+fn = kernels.sgd_float32
+count = fn.arg_names.index("GRAD") - 2 - ("step_key" in fn.arg_names)
+tables = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+scalars = control.Control(count, torch.device("cpu"))
+found = []
+for grad, tiles in ((tl.bfloat16, 4), (tl.float32, 4), (tl.float32, 8), (tl.float32, 4)):
+    constants = {"GRAD": grad, "TILES": tiles, "RAGGED": False, "ALIGNED": True}
+    key = 1 if "step_key" in fn.arg_names else None
+    outer, given, told = control._call(fn, tables, scalars, range(count), key, constants)
+    made = outer.warmup(*given, grid=(1,), **told, enable_fp_fusion=False, num_warps=1)
+    found.append([len(outer.device_caches[0][0]), "bf16" in made.asm["ttir"], len(made.asm["cubin"]) > 0])
+print(json.dumps([triton.__version__, found]))
+"""
+
+OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, by `make setup`
+NO_OLDEST = pytest.mark.skipif(not OLDEST.is_dir(), reason="the oldest Triton is not installed: make setup")
+
+
+@pytest.mark.parametrize("oldest", [False, pytest.param(True, marks=NO_OLDEST)])
+def test_the_kernel_around_a_kernel_compiles_as_it_is_launched(compiling: dict[str, str], oldest: bool) -> None:
+    """From the very arguments of a launch, of which Triton makes the types itself: once for each set of constants."""
+    path = os.pathsep.join([str(OLDEST)] * oldest + [compiling.get("PYTHONPATH", "")])
+    env = {**compiling, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", LAUNCHED], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    version, found = json.loads(done.stdout)
+    assert (version == triton.__version__) != oldest or triton.__version__.startswith("3.6.")
+    assert found == [[1, True, True], [2, False, True], [3, False, True], [3, False, True]]
 
 
 # -- GradScaler ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -179,6 +181,23 @@ def test_codes_one_off_fail_where_they_are_too_many_to_be_chance() -> None:
     assert problem.startswith("exp_avg: 2500 of 4900 codes differ")
 
 
+@pytest.mark.parametrize("plan", ["bnb8", "torchao8", "torchao_fp8"])
+def test_scales_of_fp32_may_differ_in_their_last_places_alone(plan: str) -> None:
+    """Nothing rounds them: fast maths gives nearly every block another one."""
+
+    def moved(by: int) -> Any:
+        def wrong(kernel: compare.Stored) -> None:
+            kernel.fields["exp_avg_sq_scale"].view(torch.int32).add_(by)
+
+        return wrong
+
+    case = adamw(plan, "bfloat16")
+    verdict = verdict_of(case, BF16, moved(3))
+    assert not verdict.problems and verdict.codes["exp_avg_sq"].of == 4900  # whose codes are still counted
+    problems = verdict_of(case, BF16, moved(2**14)).problems  # by 2^-9: within the cells of all its codes
+    assert [p for p in problems if p.startswith("exp_avg_sq_scale: ")]
+
+
 def test_a_code_two_off_and_a_nan_fail() -> None:
     def two(kernel: compare.Stored) -> None:
         codes = kernel.fields["exp_avg_sq"].view(-1)
@@ -207,6 +226,37 @@ def test_counts_allow_for_chance() -> None:
     assert count.ok
     count.add(1, 0.0, 1)
     assert not count.ok
+
+
+def test_the_reference_leaves_no_division_to_the_device_s_ways_with_numbers() -> None:
+    """torch divides by a number that the host knows with its reciprocal on CUDA, and any number with the tensor's: none
+    stands beside a division in printed text, and `quotient` hands the device tensors of its own."""
+    found = []
+    for path in sorted((ROOT / "generated").glob("*/*/reference.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.Pow):
+                continue
+            numbers = all(isinstance(x, ast.Constant) for x in (node.left, node.right))  # 2**31
+            if not numbers and any(isinstance(x, ast.Constant) for x in (node.left, node.right)):
+                found.append(f"{path.parent.name}: {ast.unparse(node)}")
+    assert not found
+
+    divided: list[tuple[Any, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.div.Tensor:
+                divided.append(args)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(5, device="meta")
+    with Watch():
+        for a, b in ((x, 127.0), (127.0, x), (x, x)):
+            eager.quotient(a, b)
+    assert [[y.device.type for y in args] for args in divided] == [["meta", "meta"]] * 3
+    # As before on a CPU: 127 and 255 have no reciprocal in fp32.
+    y = torch.arange(-300, 300, dtype=torch.float32)
+    assert all(torch.equal(eager.quotient(y, c), (y.double() / c).float()) for c in (127.0, 255.0, 448.0))
 
 
 # Launch settings ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def _limit(low: str) -> Spelling:
 
 def _div(p: Printer, n: Node) -> Text:
     x, y = n.args
-    if x.op == "const":
+    if "const" in (x.op, y.op):
         return p.call("quotient", x, y)
     return f"{p.text(x, 20)} / {p.text(y, 21)}", 20
 
@@ -340,6 +340,6 @@ def needs(schedules: list[Schedule]) -> list[str]:
                 names.add(n.op)
             if n.op in ("sqrt", "rotl", "lookup", "search"):
                 names.add(n.op)
-            if n.op == "div" and n.args[0].op == "const":
+            if n.op == "div" and "const" in (a.op for a in n.args):
                 names.add("quotient")
     return sorted(names)

@@ -323,9 +323,12 @@ def _call(
 
 
 def _ordered(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Constants in the order of the kernel's last arguments; those that it has defaults for may be left out."""
+    """Constants in the order of the kernel's last arguments, as `controlled` takes them; those that it has defaults for
+    may be left out."""
+    import triton.language as tl
+
     names = kernel.arg_names
     first = min((names.index(name) for name in constants), default=0)
     taken = names[first : first + len(constants)]
     assert set(taken) == set(constants), (names, constants)  # what has a default stands last
-    return tuple(constants[name] for name in taken)
+    return tuple(tl.constexpr(constants[name]) for name in taken)

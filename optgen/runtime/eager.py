@@ -231,11 +231,17 @@ def rotl(x: Tensor, k: Tensor) -> Tensor:
     return (wide << k | wide >> 32 - k).int()
 
 
-def quotient(x: Tensor | float, y: Tensor) -> Tensor:
-    """x / y, correctly rounded also where x is a Python number."""
-    if not isinstance(x, Tensor):
-        x = torch.full_like(y, x)
-    return x / y
+def quotient(x: Tensor | float, y: Tensor | float) -> Tensor:
+    """x / y, correctly rounded also where one of them is a Python number.
+
+    A dividend that is one torch multiplies with a reciprocal, on every device; and CUDA multiplies with the reciprocal
+    of any divisor that lies on the host, a 0-dim tensor as well.  So both become tensors on the device, by kernels:
+    nothing is copied there, which a CUDA graph could not hold.
+    """
+    if isinstance(y, Tensor):
+        return (x if isinstance(x, Tensor) else torch.full_like(y, x)) / y
+    assert isinstance(x, Tensor)
+    return x / torch.full((), y, dtype=x.dtype, device=x.device)
 
 
 def sqrt(x: Tensor) -> Tensor:

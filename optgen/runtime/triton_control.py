@@ -39,15 +39,14 @@ def step_key(number, stream):
 
 
 @triton.jit
-def controlled(
-    table, work, values, words, kernel: tl.constexpr, WHICH: tl.constexpr, KEYED: tl.constexpr, CONSTANTS: tl.constexpr
-):
+def controlled(table, work, values, words, kernel: tl.constexpr, WHICH: tl.constexpr, KEYED: tl.constexpr, CONSTANTS):
     """`kernel`, a program of it for each program; nothing where the step is to be skipped.
 
     values     fp32: the scalars of a step; WHICH of them the kernel takes, by position
     words      int64 (3,): the number of the step, whether to skip it, and the stream of its key
     KEYED      whether the kernel takes the key
-    CONSTANTS  what else it takes, in its order
+    CONSTANTS  what else it takes, in its order: a tuple of constexpr, not a constexpr of a tuple, which Triton 3.6 does
+               not take apart at a star
     """
     if tl.load(words + 1) == 0:
         if KEYED:

@@ -280,7 +280,8 @@ class Verdict:
         for f in variant.fields:
             other = kernel.fields[f.name] != reference.fields[f.name]
             if f.per > 1:
-                self._count_blocks(f, other, variant, values, allowed, flips)
+                pair = kernel.fields[f.name], reference.fields[f.name]
+                other = self._count_blocks(f, pair, variant, values, allowed, flips)
                 other = other.repeat_interleave(f.per, 1)[:, : layout.grid(kernel.p.shape)[1]].reshape(kernel.p.shape)
             differs[f.name] = other
         for owner, expected in flips.items():
@@ -299,18 +300,26 @@ class Verdict:
     def _count_blocks(
         self,
         f: Field,
-        other: Tensor,
+        pair: tuple[Tensor, Tensor],
         variant: Variant,
         values: Values,
         allowed: Values,
         flips: Mapping[str, Tensor],
-    ) -> None:
+    ) -> Tensor:
         """Headers only steer the codes, whose values are held one by one; wrong ones would differ everywhere.
 
         They have at most 11 bits after the leading one; what decides them is a block's largest or smallest
         value.  Of a state kept relative to another, that may be any element whose other code differs: those that
         were rounded down the furthest, so are the nearest to an edge, are the largest.
+
+        Headers of fp32 are not rounded to anything, and any two differ in the last places: of those, the ones count
+        that lie further apart than their block's largest value may.
+
+        pair     what the kernel and what the reference have stored
+        returns  which headers are others
         """
+        ours, theirs = pair
+        other = ours != theirs
         signed, move = values[f.owner].double(), allowed[f.owner] * TYPICAL
         value = signed.abs()
         relative = torch.where(value > 0, move / value, 0.0).clamp(max=1.0)
@@ -324,8 +333,13 @@ class Verdict:
         ends = [split(value, -1.0).argmax(-1, keepdim=True)]
         if bool((signed >= 0).all()):
             ends.append(split(value, math.inf).argmin(-1, keepdim=True))
+        if f.torch_dtype == torch.float32:
+            reach = torch.where(value > 0, allowed[f.owner] / value, 0.0).clamp(max=1.0)
+            far = split(reach, 0.0).gather(-1, ends[0])[..., 0] + OPERATION
+            other &= (ours.double() - theirs.double()).abs() > far * theirs.double().abs()
         by_others = f.per * sum(float(x.mean()) for name, x in flips.items() if name not in ("p", f.owner))
         moved = sum(split(relative, 0.0).gather(-1, at)[..., 0] * 2**12 + by_others for at in ends)
         count = self.codes.setdefault(f.name, Count())
         expected = float(torch.as_tensor(moved).clamp(max=1.0).sum()) + ON_AN_EDGE * other.numel()
         count.add(int(other.sum()), expected, other.numel())
+        return other

@@ -19,7 +19,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, quotient, scalars, sqrt
 
 
 def adamw_float32(
@@ -42,7 +42,7 @@ def adamw_float32(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -53,7 +53,7 @@ def adamw_float32(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -100,12 +100,12 @@ def adamw_bfloat16(
     p_biased_sub = p_biased - 135
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -116,7 +116,7 @@ def adamw_bfloat16(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -176,12 +176,12 @@ def adamw_float16(
     p_biased_sub = p_biased - 138
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -192,7 +192,7 @@ def adamw_float16(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     # -- update  (specs/adamw.py)
     p = p * one_minus_lr_times_weight_decay                      # 30  p = decoupled(p, rate, weight_decay)
@@ -247,7 +247,7 @@ def adamw_float32_amsgrad(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -258,7 +258,7 @@ def adamw_float32_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -266,7 +266,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
@@ -322,12 +322,12 @@ def adamw_bfloat16_amsgrad(
     p_biased_sub = p_biased - 135
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -338,7 +338,7 @@ def adamw_bfloat16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -346,7 +346,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
@@ -415,12 +415,12 @@ def adamw_float16_amsgrad(
     p_biased_sub = p_biased - 138
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -431,7 +431,7 @@ def adamw_float16_amsgrad(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     exp_avg_sq_code = b.elements(exp_avg_sq_tensor)
@@ -439,7 +439,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     # -- update  (specs/adamw.py)
@@ -492,7 +492,7 @@ def adamw_float32_decode(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -501,7 +501,7 @@ def adamw_float32_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     return {
         "p": b.flat(p),
@@ -545,12 +545,12 @@ def adamw_bfloat16_decode(
     p_biased_sub = p_biased - 135
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -559,7 +559,7 @@ def adamw_bfloat16_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     return {
         "p": b.flat(p),
@@ -616,12 +616,12 @@ def adamw_float16_decode(
     p_biased_sub = p_biased - 138
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -630,7 +630,7 @@ def adamw_float16_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value  # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     return {
         "p": b.flat(p),
@@ -682,7 +682,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -691,7 +691,7 @@ def adamw_float32_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -699,7 +699,7 @@ def adamw_float32_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -751,12 +751,12 @@ def adamw_bfloat16_amsgrad_decode(
     p_biased_sub = p_biased - 135
     part = p_biased_sub >> 1
     # bf16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -765,7 +765,7 @@ def adamw_bfloat16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -773,7 +773,7 @@ def adamw_bfloat16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {
@@ -838,12 +838,12 @@ def adamw_float16_amsgrad_decode(
     p_biased_sub = p_biased - 138
     part = p_biased_sub >> 1
     # f16 and its rounding error in 1/254 ulp (FlashOptim)
-    p = p_weight + p_code / 127.0 * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
+    p = p_weight + quotient(p_code, 127.0) * (part + 127 << 23).view(torch.float32) * (p_biased_sub - part + 127 << 23).view(torch.float32)
     exp_avg_code = b.elements(exp_avg_tensor)
     exp_avg_piece = exp_avg_code.to(torch.int32)
     exp_avg_code = exp_avg_piece.to(torch.float32)
     exp_avg_code = exp_avg_code - 128.0
-    exp_avg_code_div = exp_avg_code / 127.0
+    exp_avg_code_div = quotient(exp_avg_code, 127.0)
     exp_avg_scale = b.per_block(exp_avg_scale_tensor)
     exp_avg_scale = exp_avg_scale.to(torch.float32)
     exp_avg_value = exp_avg_code_div / (2.0 - exp_avg_code_div.abs()) * exp_avg_scale
@@ -852,7 +852,7 @@ def adamw_float16_amsgrad_decode(
     exp_avg_sq_code = exp_avg_sq_piece.to(torch.float32)
     exp_avg_sq_scale = b.per_block(exp_avg_sq_scale_tensor)
     exp_avg_sq_scale = exp_avg_sq_scale.to(torch.float32)
-    exp_avg_sq_value = exp_avg_sq_code / 255.0 * exp_avg_sq_scale
+    exp_avg_sq_value = quotient(exp_avg_sq_code, 255.0) * exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     exp_avg_sq = exp_avg_sq_value * exp_avg_sq_value
     max_exp_avg_sq_code = b.elements(max_exp_avg_sq_tensor)
@@ -860,7 +860,7 @@ def adamw_float16_amsgrad_decode(
     max_exp_avg_sq_code = max_exp_avg_sq_piece.to(torch.float32)
     max_exp_avg_sq_scale = b.per_block(max_exp_avg_sq_scale_tensor)
     max_exp_avg_sq_scale = max_exp_avg_sq_scale.to(torch.float32)
-    max_exp_avg_sq_value = max_exp_avg_sq_code / 255.0 * max_exp_avg_sq_scale
+    max_exp_avg_sq_value = quotient(max_exp_avg_sq_code, 255.0) * max_exp_avg_sq_scale
     # 8-bit unsigned blocks of 32: sqrt, linear, fp16 scale, nearest
     max_exp_avg_sq = max_exp_avg_sq_value * max_exp_avg_sq_value
     return {

@@ -17,7 +17,7 @@
 # ruff: noqa
 import torch
 
-from optgen.runtime.eager import Blocks, block_max, scalars, sqrt
+from optgen.runtime.eager import Blocks, block_max, quotient, scalars, sqrt
 
 
 def adamw_float32(
@@ -66,7 +66,7 @@ def adamw_float32(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -78,7 +78,7 @@ def adamw_float32(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -178,7 +178,7 @@ def adamw_bfloat16(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -190,7 +190,7 @@ def adamw_bfloat16(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -291,7 +291,7 @@ def adamw_float16(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom          # 37  p = p - lr / (1 - beta1**t) * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -303,7 +303,7 @@ def adamw_float16(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -414,7 +414,7 @@ def adamw_float32_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -426,7 +426,7 @@ def adamw_float32_amsgrad(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -438,7 +438,7 @@ def adamw_float32_amsgrad(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
@@ -558,7 +558,7 @@ def adamw_bfloat16_amsgrad(
     p_x_bits = p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -570,7 +570,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -582,7 +582,7 @@ def adamw_bfloat16_amsgrad(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
@@ -703,7 +703,7 @@ def adamw_float16_amsgrad(
     p = p - lr_over_one_minus_beta1_pow_t * exp_avg / denom
     # -- encode and store
     exp_avg_top = block_max(exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = exp_avg / exp_avg_scale
@@ -715,7 +715,7 @@ def adamw_float16_amsgrad(
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = exp_avg_sq / exp_avg_sq_scale
@@ -727,7 +727,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = max_exp_avg_sq / max_exp_avg_sq_scale
@@ -824,7 +824,7 @@ def adamw_float32_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -836,7 +836,7 @@ def adamw_float32_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -923,7 +923,7 @@ def adamw_bfloat16_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -935,7 +935,7 @@ def adamw_bfloat16_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -1023,7 +1023,7 @@ def adamw_float16_encode(values):
     in_exp_avg = b.elements(values["exp_avg"])
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -1035,7 +1035,7 @@ def adamw_float16_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -1132,7 +1132,7 @@ def adamw_float32_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -1144,7 +1144,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -1156,7 +1156,7 @@ def adamw_float32_amsgrad_encode(values):
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
@@ -1261,7 +1261,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     p_x_bits = in_p.view(torch.int32)
     p_carry = (p_x_bits >> 16 & 1) + 32767
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -1273,7 +1273,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -1285,7 +1285,7 @@ def adamw_bfloat16_amsgrad_encode(values):
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
@@ -1391,7 +1391,7 @@ def adamw_float16_amsgrad_encode(values):
     in_exp_avg_sq = b.elements(values["exp_avg_sq"])
     in_max_exp_avg_sq = b.elements(values["max_exp_avg_sq"])
     exp_avg_top = block_max(in_exp_avg.abs().view(torch.int32), b.live)
-    exp_avg_share = (exp_avg_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_share = quotient(exp_avg_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_share_where = torch.where(exp_avg_top < 0x7f800000, exp_avg_share, 0x7fc00000)
     exp_avg_scale = torch.where(exp_avg_share_where < 0x7f800000, exp_avg_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_number = in_exp_avg / exp_avg_scale
@@ -1403,7 +1403,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_pattern = torch.where(exp_avg_number_abs < 0.015625, exp_avg_small, exp_avg_normal).clamp(max=126)
     exp_avg_pattern = exp_avg_pattern | exp_avg_number.view(torch.int32) >> 24 & 128
     exp_avg_sq_top = block_max(in_exp_avg_sq.abs().view(torch.int32), b.live)
-    exp_avg_sq_share = (exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    exp_avg_sq_share = quotient(exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     exp_avg_sq_share_where = torch.where(exp_avg_sq_top < 0x7f800000, exp_avg_sq_share, 0x7fc00000)
     exp_avg_sq_scale = torch.where(exp_avg_sq_share_where < 0x7f800000, exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     exp_avg_sq_number = in_exp_avg_sq / exp_avg_sq_scale
@@ -1415,7 +1415,7 @@ def adamw_float16_amsgrad_encode(values):
     exp_avg_sq_pattern = torch.where(exp_avg_sq_number_abs < 0.015625, exp_avg_sq_small, exp_avg_sq_normal).clamp(max=126)
     exp_avg_sq_pattern = exp_avg_sq_pattern | exp_avg_sq_number.view(torch.int32) >> 24 & 128
     max_exp_avg_sq_top = block_max(in_max_exp_avg_sq.abs().view(torch.int32), b.live)
-    max_exp_avg_sq_share = (max_exp_avg_sq_top.view(torch.float32) / 448.0).view(torch.int32)
+    max_exp_avg_sq_share = quotient(max_exp_avg_sq_top.view(torch.float32), 448.0).view(torch.int32)
     max_exp_avg_sq_share_where = torch.where(max_exp_avg_sq_top < 0x7f800000, max_exp_avg_sq_share, 0x7fc00000)
     max_exp_avg_sq_scale = torch.where(max_exp_avg_sq_share_where < 0x7f800000, max_exp_avg_sq_share_where.clamp(min=0x2720d7c5), 0x7fc00000).view(torch.float32)
     max_exp_avg_sq_number = in_max_exp_avg_sq / max_exp_avg_sq_scale
