@@ -439,7 +439,7 @@ def test_a_kernel_that_cannot_run_fails(tmp_path: Path, interpreter: dict[str, s
 @pytest.mark.slow
 def test_wrong_rounding_of_codes_fails(tmp_path: Path, interpreter: dict[str, str]) -> None:
     """A code that is one off is within the bound of every single element: only counting finds it."""
-    folder = broken(tmp_path, "lion", "int8_split24", *store("exp_avg", r"(\1) ^ 1", r".+\.to\(tl\.uint8\)"))
+    folder = broken(tmp_path, "lion", "int8_split24", *store("exp_avg", r"(\1) ^ 1", r"rounded\(.+\)"))
     given = ["--only", "correctness", "--kernels", "lion.int8_split24.float32"]
     done = dry_run(tmp_path, *given, generated=folder, environment=interpreter)
     assert done.returncode == 1, done.stdout + done.stderr
