@@ -186,6 +186,17 @@ def test_options_are_refused_before_anything_changes() -> None:
         optim.AdamW([{"params": [nn.Parameter(torch.ones(2))], "offload": "yes"}])
 
 
+def test_a_parameter_that_outgrew_its_gradient_is_not_moved() -> None:
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    opt = moved(optim.AdamW(params, plan="fp32"))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].data = torch.ones(400, 4)
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* its gradient is of shape \[4, 4\]"):
+        opt.step()
+    assert all(bool((p == 1).all()) for p in params) and not opt.state
+
+
 def test_rules_over_the_model_are_all_or_nothing() -> None:
     model = net()
     opt = optim.Prodigy([{"params": [model.inner.weight]}, {"params": [model.outer.weight]}])

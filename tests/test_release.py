@@ -552,6 +552,20 @@ def test_an_error_in_backward_loses_nothing() -> None:
     same(other, model, opt_other, opt)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_parameter_that_outgrew_its_sum_is_refused(elsewhere: bool) -> None:
+    """Micro-batches of the old shape wait, in p.grad or in an accumulator's states."""
+    p = nn.Parameter(torch.ones(4, 4))
+    opt = optim.AdamW([p], plan="fp32")
+    kept = {"accumulator": accumulator("fp32")} if elsewhere else {}
+    opt.release_gradients(accumulate=2, **kept)
+    p.sum().backward()
+    p.data = torch.ones(400, 4)
+    with pytest.raises(RuntimeError, match=r"gradient is of shape|total: expected float32 \[400, 4\], got"):
+        p.sum().backward() if elsewhere else opt.step()
+    assert bool((p == 1).all()) and not opt.state
+
+
 def test_evaluation_refuses_backward() -> None:
     model = net()
     opt = optim.ScheduleFreeAdamW(model.parameters())

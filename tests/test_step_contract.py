@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -149,6 +150,37 @@ def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match=r"parameter 1 \(float32 \[64\]\) is an expanded view"):
         opt.step()
     assert all(bool((p == 1).all()) for p in params)
+
+
+BACKENDS = ["reference", "triton", "cpp"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(4, 2), (400, 4), (16,)])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_outgrew_its_gradient(backend: str, shape: tuple[int, ...], steps: int) -> None:
+    """torch compares them when p.grad is set, and not when p.data is: kernels would read behind the gradient's end."""
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    opt = AdamW([("a", params[0]), ("b", params[1])], backend=backend, plan="fp32")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(steps):
+        opt.step()
+    params[1].data = torch.ones(shape)
+    before, states = params[0].detach().clone(), copy.deepcopy(opt.state_dict()["state"])
+    with pytest.raises(RuntimeError, match=r"parameter 'b' .* its gradient is of shape \[4, 4\] on cpu"):
+        opt.step()
+    assert torch.equal(params[0], before) and bool((params[1] == 1).all())
+    assert len(opt.state) == steps  # both parameters, or none
+    kept = opt.state_dict()["state"]
+    assert all(torch.equal(kept[0][key], states[0][key]) for key in ("exp_avg", "exp_avg_sq") if steps)
+
+
+def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
+    """Asked of a gradient that p.grad would not take: p.data, which would, moves only between accelerators and CPU."""
+    p = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match=r"parameter 'w' .* is on cpu, and its gradient is of shape .* on meta"):
+        AdamW([p], plan="fp32")._check_pair(p, torch.ones(4, 4, device="meta"), "w")
 
 
 def slid() -> Tensor:

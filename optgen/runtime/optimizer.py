@@ -684,7 +684,14 @@ class Optimizer(torch.optim.Optimizer):
                 name = start + i if names is None else names[i]
                 dtype, device, grad_dtype = p.dtype, p.device, g.dtype
                 known = dtypes.get(id(p))
-                if known is None or known[1] is not dtype or g.layout is not torch.strided or grad_dtype not in GRADS:
+                if (
+                    known is None
+                    or known[1] is not dtype
+                    or g.layout is not torch.strided
+                    or grad_dtype not in GRADS
+                    or g.shape != p.shape
+                    or g.device != device
+                ):
                     grad_dtype = self._check_pair(p, g, name)
                 if special:
                     own = special.get(name)
@@ -735,8 +742,7 @@ class Optimizer(torch.optim.Optimizer):
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
                 if shard is not None:
-                    g = self._local_gradient(p, g, name)
-                    p, entry = sharding.local(p), sharding.locals_of(shard.owner)
+                    (p, g), entry = self._local_pair(p, g, name), sharding.locals_of(shard.owner)
                 bucket.shards.append(shard)
                 bucket.params.append(p)
                 bucket.grads.append(g)
@@ -850,10 +856,10 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: {state.label(p, name)}, {where}: {error}") from None
         return sharding.Shard(p, parts.layout, position, entry if entry is not None else {}, parts, parts.gathered)
 
-    def _local_gradient(self, p: Any, g: Tensor, name: str | int) -> Tensor:
+    def _local_pair(self, p: Any, g: Tensor, name: str | int) -> tuple[Tensor, Tensor]:
         try:
-            return sharding.gradient(p, g)
-        except (TypeError, ValueError) as error:
+            return sharding.pair(p, g)
+        except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{type(self).__name__}: {state.label(p, name)}: {error}") from None
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
@@ -884,6 +890,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         if not g.is_floating_point():
             raise TypeError(f"{type(self).__name__}: {state.label(p, name)} has a gradient of {dtype_name(g.dtype)}")
+        if g.shape != p.shape or g.device != p.device:  # torch looks when p.grad is set, not when p.data is
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(p, name)} is on {p.device}, and its gradient is of shape "
+                f"{list(g.shape)} on {g.device}: the parameter was given other memory (p.data = ...) after backward; "
+                f"compute the gradient anew"
+            )
         return g.dtype if g.dtype in GRADS else torch.float32
 
     def _steps(self, variant: Variant, entry: state.State | None, p: Tensor, name: str | int) -> int:

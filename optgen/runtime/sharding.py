@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout
-from optgen.runtime.records import Field, Matrix, Variant
+from optgen.runtime.records import Field, Matrix, Variant, dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -507,8 +507,9 @@ class Shard:
         return self.parts.gathered
 
 
-def gradient(p: DTensor, g: Any) -> Tensor:
-    """The part of a gradient on this rank, laid out as its parameter is; TypeError for a plain tensor."""
+def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:
+    """The parts of a parameter and its gradient on this rank, laid out alike; TypeError for a gradient that is a plain
+    tensor, RuntimeError where a part is of another dtype than its DTensor says, or the two are of different shapes."""
     if not is_sharded(g):
         raise TypeError("it is a DTensor, but its gradient is not")
     if g.device_mesh != p.device_mesh:
@@ -516,8 +517,21 @@ def gradient(p: DTensor, g: Any) -> Tensor:
     if tuple(g.placements) != tuple(p.placements):
         with torch.no_grad():
             g = g.redistribute(placements=p.placements)
+    here: Tensor = local(p)
     found: Tensor = local(g)
-    return found
+    for which, whole, part in (("it", p, here), ("its gradient", g, found)):
+        if part.dtype is not whole.dtype:
+            raise RuntimeError(
+                f"{which} is a DTensor of {dtype_name(whole.dtype)}, but its part on this rank is "
+                f"{dtype_name(part.dtype)}: its .data was set, which changes the DTensor and not the part; convert "
+                f"models of DTensors with model.to(dtype), or before they are sharded"
+            )
+    if here.shape != found.shape or here.device != found.device:
+        raise RuntimeError(
+            f"its part on this rank is of shape {list(here.shape)} on {here.device}, that of its gradient of shape "
+            f"{list(found.shape)} on {found.device}: it was given other memory after backward"
+        )
+    return here, found
 
 
 # -- what ranks send one another -------------------------------------------------------------------------
@@ -701,6 +715,6 @@ def anywhere(found: bool, params: Iterable[Any]) -> bool:
 
 __all__ = [
     "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
-    "gather", "gradient", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce",
-    "reduced", "region", "role", "serve", "wrapped",
+    "gather", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "pair", "part_of", "reduce", "reduced",
+    "region", "role", "serve", "wrapped",
 ]  # fmt: skip
