@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.two_tensor import TwoTensor
 
 from generated import LAMB, AdamW
 from optgen.runtime import Optimizer, state
@@ -181,6 +184,80 @@ def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
     p = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match=r"parameter 'w' .* is on cpu, and its gradient is of shape .* on meta"):
         AdamW([p], plan="fp32")._check_pair(p, torch.ones(4, 4, device="meta"), "w")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])
+def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str) -> None:
+    """A view behind the start of what was freed has an address that is not 0, and no memory either."""
+    params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(16)[start : start + 8])]
+    opt = AdamW(params, backend=backend, plan="fp32")
+    for p in params:
+        p.grad = torch.ones(16)[start : start + 8]
+    freed = params[1] if which == "parameter 1" else params[1].grad
+    assert freed is not None
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=rf"AdamW: {which} \(float32 \[8\]\) has no memory: it was freed"):
+        opt.step()
+    assert bool((params[0] == 1).all()) and not opt.state
+
+
+def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
+    """Eager torch steps them, as ever: a model's memory is measured so."""
+    for around in (nullcontext(), torch.device("meta"), FakeTensorMode()):
+        with around:
+            params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(0, 4))]
+            for p in params:
+                p.grad = torch.ones_like(p)
+            opt = AdamW(params, backend="reference", plan="fp32")
+            opt.step()
+            assert opt.state[params[0]]["step"] == opt.state[params[1]]["step"] == 1
+
+
+def test_fake_tensors_are_no_memory_for_kernels() -> None:
+    with FakeTensorMode():
+        p = nn.Parameter(torch.ones(8))
+        p.grad = torch.ones(8)
+        with pytest.raises(RuntimeError, match="has no memory"):
+            AdamW([p], backend="cpp", plan="fp32").step()
+
+
+def test_tensors_that_stand_for_others_are_refused() -> None:
+    def two(*shape: int) -> TwoTensor:
+        return TwoTensor(torch.ones(shape), torch.ones(shape))
+
+    with pytest.raises(TypeError, match="does not support parameters of class TwoTensor"):
+        AdamW([nn.Parameter(two(4, 4))])
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(two(4, 4), requires_grad=False)]
+    opt = AdamW(params, backend="cpp", plan="fp32")
+    params[1].requires_grad_()
+    params[0].grad, params[1].grad = torch.ones(4, 4), two(4, 4)
+    with pytest.raises(TypeError, match=r"AdamW: parameter 1 .* is of class TwoTensor"):
+        opt.step()
+    assert bool((params[0] == 1).all()) and not opt.state
+    with pytest.raises(TypeError, match=r"AdamW: the gradient of parameter 'w' .* is of class TwoTensor"):
+        opt._in_memory(params[0], params[1].grad, "w", True)  # which p.grad of a plain tensor does not take
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_waited_for(tmp_path: Path, backend: str) -> None:
+    """What a collective of torch's returns is at no address as long as nobody waits for it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = []
+        for sent in (False, True):
+            (p,) = parameters((5, 7))
+            opt = AdamW([p], backend=backend, plan="fp32")
+            for k in range(3):
+                g = torch.full((5, 7), 1.0 + k)
+                p.grad = all_reduce(g, "sum", torch.distributed.group.WORLD) if sent else g
+                assert (type(p.grad) is Tensor) is not sent
+                opt.step()
+            found.append(p.detach())
+        assert torch.equal(*found)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def slid() -> Tensor:

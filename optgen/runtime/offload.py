@@ -411,6 +411,8 @@ class Offload:
                             f"{state.label(p, name)} is a DTensor on {p.device}.  Let fully_shard keep it on the host "
                             f"(offload_policy=CPUOffloadPolicy()), or leave offload=True out"
                         )
+                    if leaves:
+                        optimizer._in_memory(p, g, name, False)
                     known.append((id(p), number, name, p.dtype, g.dtype, p.device, p.shape, leaves))
             position += len(group["params"])
         if known == self._known:

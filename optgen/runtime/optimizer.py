@@ -61,6 +61,9 @@ class Entry(NamedTuple):
 
 _UNCUT: frozenset[str] = frozenset()
 
+_PLAIN = (torch.nn.Parameter, Tensor)
+"""Classes of tensors that have memory of their own, if their storage has any."""
+
 
 class Ready(NamedTuple):
     """A bucket before its step: its tables (None: eager torch), scalars and step key, and what counts it then: its host
@@ -308,6 +311,11 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
+        if state.wraps(p):
+            raise TypeError(
+                f"{owner} does not support parameters of class {type(p).__name__}: they stand for other tensors and "
+                f"have no memory that kernels could update; optimize those, or a plain copy"
+            )
         if state.overlaps(p):
             raise ValueError(
                 f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
@@ -743,6 +751,13 @@ class Optimizer(torch.optim.Optimizer):
                     fresh.append((bucket, len(bucket.params)))
                 if shard is not None:
                     (p, g), entry = self._local_pair(p, g, name), sharding.locals_of(shard.owner)
+                if (
+                    type(g) is not Tensor
+                    or type(p) not in _PLAIN
+                    or not p.untyped_storage().nbytes()
+                    or not g.untyped_storage().nbytes()
+                ):
+                    g = self._in_memory(p, g, name, choice.backend == "reference")
                 bucket.shards.append(shard)
                 bucket.params.append(p)
                 bucket.grads.append(g)
@@ -897,6 +912,22 @@ class Optimizer(torch.optim.Optimizer):
                 f"compute the gradient anew"
             )
         return g.dtype if g.dtype in GRADS else torch.float32
+
+    def _in_memory(self, p: Tensor, g: Tensor, name: str | int, eager: bool) -> Tensor:
+        """The gradient, waited for; TypeError or RuntimeError where it or the parameter is at no address."""
+        g = sharding.waited(g)
+        for which, t in (("", p), ("the gradient of ", g)):
+            if state.wraps(t):
+                raise TypeError(
+                    f"{type(self).__name__}: {which}{state.label(p, name)} is of class {type(t).__name__}, which "
+                    f"stands for other tensors and has no memory of its own"
+                )
+            if not state.has_memory(t, eager):
+                raise RuntimeError(
+                    f"{type(self).__name__}: {which}{state.label(p, name)} has no memory: it was freed (its storage "
+                    f"was resized to 0, as what shards a model does between uses), or it never had any"
+                )
+        return g
 
     def _steps(self, variant: Variant, entry: state.State | None, p: Tensor, name: str | int) -> int:
         """The steps of a state that is new or was not made here; 0 where fields may still have to be filled in."""

@@ -458,7 +458,7 @@ class Sums:
 
     def add(self, g: Tensor) -> None:
         """sum += g; g takes the new sum, rounded to its dtype."""
-        keeper = self._keeper
+        keeper, g = self._keeper, sharding.waited(g)
         weight = g.detach()
         weight.grad = g.detach()
         keeper.param_groups[0]["params"] = [weight]

@@ -62,9 +62,13 @@ def local(x: Any) -> Any:
     if not is_sharded(x):
         return x
     with torch.no_grad():
-        part = x.to_local()
-    wait = getattr(part, "wait", None)  # a collective may still be under way
-    return part if wait is None else wait()
+        return waited(x.to_local())
+
+
+def waited(x: Any) -> Any:
+    """The result of a collective that may still be under way, which has no memory until then; all else as it is."""
+    wait = getattr(x, "wait", None)
+    return x if wait is None else wait()
 
 
 def locals_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -716,5 +720,5 @@ def anywhere(found: bool, params: Iterable[Any]) -> bool:
 __all__ = [
     "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
     "gather", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "pair", "part_of", "reduce", "reduced",
-    "region", "role", "serve", "wrapped",
+    "region", "role", "serve", "waited", "wrapped",
 ]  # fmt: skip

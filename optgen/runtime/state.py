@@ -3,14 +3,16 @@ done) and the host states (floats)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from optgen.runtime import layout, low_bits
+from optgen.runtime import layout, low_bits, sharding
 from optgen.runtime.arena import Arena, nbytes
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
@@ -112,6 +114,21 @@ def _beside(a: Tensor, b: Tensor, first: int) -> bool:
         taken.append((begin, begin + sum((size - 1) * stride for stride, size in dims) + t.element_size()))
     (_, low_end), (high, high_end) = sorted(taken)
     return len(pitches) == 1 and low_end <= high and high_end <= max(pitches)
+
+
+def wraps(t: Tensor) -> bool:
+    """Whether a tensor stands for others, whose memory is not its own; DTensors, whose parts are known, aside."""
+    return is_traceable_wrapper_subclass(t) and not sharding.is_sharded(t)
+
+
+def has_memory(t: Tensor, eager: bool) -> bool:
+    """Whether kernels may read a tensor at its address; eager torch also takes those that have none by nature."""
+    if not t.numel() or t.device.type == "meta":  # of the latter, kernels are refused by name
+        return True
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    if fake is not None and isinstance(t, fake):
+        return eager
+    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr())
 
 
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
