@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from generated import AdamW
 from optgen.cast import cast_model
 
 
@@ -105,6 +110,50 @@ def test_gradients_follow() -> None:
     assert model.weight.grad is not None
     assert model.weight.grad.dtype == torch.bfloat16
     assert torch.equal(model.weight.grad, torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("shard", ["distribute_tensor", "fully_shard"])
+def test_dtensors_are_refused_and_nothing_is_cast(tmp_path: Path, shard: str) -> None:
+    """Setting their .data would change the dtype that they name, and not that of their part on this rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if shard == "fully_shard":
+            fully_shard(model[1], mesh=mesh)
+        else:
+            model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(TypeError, match=r"'1.weight' is a DTensor.* before it is sharded .*model.to\(torch"):
+            cast_model(model, torch.bfloat16)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert model[1].weight.to_local().dtype == torch.float32
+        cast_model(model, torch.bfloat16, keep=["1"])
+        assert dtypes(model)["0.weight"] == torch.bfloat16
+        model.to(torch.bfloat16)
+        opt = AdamW(model.parameters(), plan="fp32_master")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        assert model[1].weight.to_local().dtype == torch.bfloat16
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_dtensor_whose_part_has_another_dtype_is_not_stepped(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)]
+        params[1].data = params[1].data.bfloat16()
+        assert (params[1].dtype, params[1].to_local().dtype) == (torch.bfloat16, torch.float32)
+        opt = AdamW(params, plan={"float32": "fp32", "bfloat16": "fp32_master"})
+        for p in params:
+            p.grad = DTensor.from_local(torch.ones(4, 4, dtype=p.dtype), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"parameter 1 .* is a DTensor of bfloat16, but its part .* is float32"):
+            opt.step()
+        assert all(bool((p.to_local() == 1).all()) for p in params) and not opt.state
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
