@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from optgen.runtime import low_bits as bits
+from optgen.runtime import sharding, state
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *, low_bits: bool = True) -> nn.Module:
@@ -43,7 +43,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
     norms = {name for name, module in modules.items() if isinstance(module, _NormBase) and module.track_running_stats}
     kept = {id(t) for name, t in tensors if _matches(name, keep) or _below(name, kept_modules | norms)}
     for name, tensor in tensors:
-        if id(tensor) not in kept and tensor.is_floating_point() and tensor.dtype != dtype and is_wrapper(tensor):
+        if id(tensor) in kept or not tensor.is_floating_point() or tensor.dtype == dtype:
+            continue
+        if sharding.is_sharded(tensor) or state.wraps(tensor):
             raise TypeError(
                 f"cast_model: {name!r} is a {type(tensor).__name__}, which says its dtype beside the tensors that it "
                 f"stands for, and those cannot be cast in place: cast the model before it is sharded or wrapped, or "

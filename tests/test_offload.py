@@ -125,6 +125,17 @@ def test_turned_on_and_off_between_steps() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_a_momentum_that_comes_and_goes_with_the_offloading() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.SGD(m.named_parameters(), lr=0.1, backend="cpp"))
+    moved(opt_b)
+    for k, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
+        opt_a.param_groups[0]["momentum"] = opt_b.param_groups[0]["momentum"] = momentum
+        opt_b.param_groups[0]["offload"] = k != 3
+        train(opt_a, a, 1, start=k)
+        train(opt_b, b, 1, start=k)
+    same(a, b, opt_a, opt_b)
+
+
 def test_together_with_gradient_release() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
     moved(opt_b).release_gradients(b)

@@ -140,9 +140,9 @@ class Chunk:
             self.groups.append({"params": [t for t, _ in inside], "param_names": [name for _, name in inside]})
         self.stepper = alone.part(optimizer, self.groups)
         groups, cls = optimizer.param_groups, type(optimizer)
-        variants = [checkpoint.select(cls, groups[m.number], m.p, m.name)[2] for m in members]
+        found = {id(plan): plan for m in members for plan in [checkpoint.select(cls, groups[m.number], m.p, m.name)[1]]}
         self.stepped = False  # of one that stays, in the step that is under way
-        self.stored = frozenset(f.name for variant in variants for f in variant.fields)
+        self.stored = frozenset(f.name for plan in found.values() for v in plan.VARIANTS for f in v.fields)
 
     def open(self, optimizer: Optimizer) -> None:
         """Options and states as they are now."""

@@ -671,6 +671,7 @@ class Optimizer(torch.optim.Optimizer):
         broke_off = self._broke_off
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
+        switched = any(flag.nonzero is not None for flag in self.FLAGS)
         for number, group in enumerate(self.param_groups):
             options.check_again(type(self), group)
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
@@ -730,6 +731,8 @@ class Optimizer(torch.optim.Optimizer):
                     ready = step > 0
                     if variant.host_start:
                         host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
+                if switched and ready and self._begins(group, variant, p, entry, name):
+                    ready = False
                 if (
                     bucket is None
                     or variant is not bucket.variant
@@ -785,7 +788,9 @@ class Optimizer(torch.optim.Optimizer):
         groups = self.param_groups
         rounded: list[tuple[Tensor, Tensor]] = []
         new = [
-            state.create(b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded)
+            state.create(
+                b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded, b.step
+            )
             for b, i in fresh
         ]
         shared.begin(self.state, new, [b.variant for b, _ in fresh])
@@ -795,11 +800,32 @@ class Optimizer(torch.optim.Optimizer):
             if shard is None:
                 states[b.params[i]] = entry
             else:
-                shard.owner.update(shard.parts.wrapped(entry))
+                added = {key: value for key, value in entry.items() if key == "step" or key not in shard.owner}
+                shard.owner.update(shard.parts.wrapped(added))
                 states[shard.p] = shard.owner
         whole.collect_states(buckets.values())
         weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
+
+    def _begins(
+        self, group: dict[str, Any], variant: Variant, p: Tensor, entry: state.State | None, name: str | int
+    ) -> bool:
+        """Whether the state of a parameter that has made steps lacks what a hyper-parameter asks for since it is not 0
+        any more.  RuntimeError where that would have had to begin with the first weight."""
+        if entry is None or variant.keys <= entry.keys():
+            return False
+        before = checkpoint.held(type(self), group, p, name, variant, entry)
+        if before is variant:  # something else is missing: the state does not fit
+            return False
+        late = [found for found in variant.states if found not in before.states]
+        if any(variant.init.get(found) == "param" for found in late):
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(p, name)} has made steps without {late[0]}, which "
+                f"begins with the weight before the first one: that is gone, make a new optimizer"
+            )
+        if control.capturing():
+            raise control.not_ready(state.label(p, name))
+        return bool(late)
 
     def _in_blocks(self, variant: Variant, p: Tensor, count: int | None, name: Label) -> Variant:
         """The variant for a parameter in so many blocks; ValueError where it does not fall into them."""
@@ -1112,7 +1138,7 @@ class Optimizer(torch.optim.Optimizer):
             for entry in self._entries():
                 kept = self.state.get(entry.p)
                 if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
+                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
                     state.check(variant, entry.p, kept, entry.name)
                     dense[entry.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
         return {"state": dense, "param_groups": groups}
@@ -1142,7 +1168,7 @@ class Optimizer(torch.optim.Optimizer):
         kept = self.state.get(entry.p)
         if not kept:
             return weights.fresh(entry.p)
-        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
+        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
     def _trained_entries(self) -> dict[int, Entry]:
@@ -1180,8 +1206,8 @@ class Optimizer(torch.optim.Optimizer):
             ready = []
             for p, value in found.owned:
                 entry = entries[id(p)]
-                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name)
                 kept = self.state.get(p)
+                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
                 ready.append((plan, variant, p, kept, value, entry.group))

@@ -116,7 +116,7 @@ def _beside(a: Tensor, b: Tensor, first: int) -> bool:
     return len(pitches) == 1 and low_end <= high and high_end <= max(pitches)
 
 
-def wraps(t: Tensor) -> bool:
+def wraps(t: Any) -> bool:
     """Whether a tensor stands for others, whose memory is not its own; DTensors, whose parts are known, aside."""
     return is_traceable_wrapper_subclass(t) and not sharding.is_sharded(t)
 
@@ -148,15 +148,17 @@ def create(
     arena: Arena | None = None,
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
+    step: Any = 0,
 ) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
     Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
     Fields on the CPU are laid into the arena, where one is given.
     rounded   gets (p, what p has to hold) where the weight has low bits kept for it; the caller writes it
+    step      steps done, where only what a flag asks for from now on is missing
     """
     state: State = dict(present)
-    state["step"] = 0
+    state["step"] = step
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]
