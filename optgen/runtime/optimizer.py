@@ -296,6 +296,8 @@ class Optimizer(torch.optim.Optimizer):
         found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
         self._refuse_layouts(tensors, {**group, **found}, names)
+        if self._release is not None:
+            self._release.refuse_released(p for p in tensors if p.requires_grad)
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
@@ -1014,7 +1016,7 @@ class Optimizer(torch.optim.Optimizer):
         accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
         clip: float | None = None,
         clip_by: release.ClipBy = "norm",
-    ) -> release.Release:
+    ) -> release.Handle:
         """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
 
         model        only its parameters; None: all of this optimizer's
@@ -1027,15 +1029,17 @@ class Optimizer(torch.optim.Optimizer):
 
         The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
         steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
-        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
-        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        and FSDP1; RuntimeError where another optimizer does it for one of the parameters.  A GradScaler is refused by
+        the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is
+        deleted, and its handle with it, updates nothing any more.
         """
         self._refuse_in_evaluation("release_gradients()")
         self._see_marks()
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
-        return self._release
+        return release.Handle(self, self._release)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
