@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
-from generated import LAMB, AdamW
-from optgen.runtime import Optimizer, state
+from generated import CAME, LAMB, AdamW, Muon
+from optgen.runtime import Optimizer, files, state
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -331,6 +331,32 @@ def test_memory_is_looked_at_whatever_the_default_device(other: slice, meet: boo
     window = nn.Parameter(torch.randn(20).as_strided((2, 3), (3, 2)))
     with torch.device("meta"), pytest.raises(ValueError, match="share memory") if meet else nullcontext():
         AdamW([*params, window], plan="fp32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cls", [AdamW, CAME, LAMB, Muon])
+def test_steps_and_checkpoints_whatever_the_default_device(
+    tmp_path: Path, cls: type[Optimizer], backend: str
+) -> None:
+    """It is one for the user's tensors: tables, rooms and sums have devices of their own."""
+    found = []
+    for default in (None, "meta"):
+        params = parameters((8, 4, 3, 3), (70, 65))
+        for p in params:
+            p.grad = torch.full_like(p, 0.5)
+        opt = cls(params, lr=0.1, plan="fp32", backend=backend)
+        torch.set_default_device(default)
+        try:
+            for _ in range(3):
+                opt.step()
+            files.save_checkpoint(tmp_path / "run.pt", opt)
+            files.load_checkpoint(tmp_path / "run.pt", opt)
+            opt.step()
+            dense = opt.dense_state_dict()["state"]
+        finally:
+            torch.set_default_device(None)
+        found.append([*(p.detach() for p in params), *(t for entry in dense.values() for t in entry.values())])
+    assert all(map(torch.equal, *found))
 
 
 def test_parameters_whose_memory_is_freed_share_none() -> None:

@@ -732,8 +732,8 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
 
 def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state as torch.optim keeps it: fp32 tensors under the states' names, `step` as a tensor."""
-    dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
+    dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
-        dense[name] = torch.tensor(entry[name], dtype=torch.float32)
+        dense[name] = torch.tensor(entry[name], dtype=torch.float32, device="cpu")
     dense.update(sharding.decode(plan, variant, p, entry, variant.states))
     return dense

@@ -206,7 +206,7 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
         try:
             group, entries = checkpoint.migrated(old_group, {number: kept})
             group = {**group, **options.check(cls, {**defaults, **group})}
-            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
+            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
             label = _label(group, place, at)
             now = _decoded(cls, {**defaults, **group}, p, entries[number], label).get(name, values)
         except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape

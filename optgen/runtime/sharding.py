@@ -694,7 +694,7 @@ def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
     for mesh, some in meshes.items():
         if mesh.get_coordinate() is None:
             continue
-        have = torch.tensor([found[i] for i in some], dtype=torch.uint8).to(mesh.device_type)
+        have = torch.tensor([found[i] for i in some], dtype=torch.uint8, device="cpu").to(mesh.device_type)
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -709,7 +709,7 @@ def anywhere(found: bool, params: Iterable[Any]) -> bool:
 
     for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
         if mesh.get_coordinate() is not None:
-            have = torch.tensor([found], dtype=torch.uint8).to(mesh.device_type)
+            have = torch.tensor([found], dtype=torch.uint8, device="cpu").to(mesh.device_type)
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1:
                     dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
