@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,34 @@ def test_dtensors_are_refused_and_nothing_is_cast(tmp_path: Path, shard: str) ->
             p.grad = torch.ones_like(p)
         opt.step()
         assert model[1].weight.to_local().dtype == torch.bfloat16
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_low_bits_that_sharding_leaves_behind_are_missed(tmp_path: Path) -> None:
+    """Once for each model, at the user's line; the way that keeps them is quiet, and so are other parameters."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        models = [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2)]
+        full = copy.deepcopy(models[0].state_dict())
+        for model in models:
+            fully_shard(cast_model(model, torch.bfloat16), mesh=mesh)
+        with pytest.warns(UserWarning, match="AdamW: the low bits that cast_model kept for 4 parameters") as seen:
+            AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+        opt = AdamW(models[1].parameters(), plan="fp32_master")
+        with pytest.warns(UserWarning, match="load_master_state_dict") as later:
+            opt.master_state_dict(models[1])
+        assert [(len(x), x[0].filename) for x in (seen, later)] == [(1, __file__)] * 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opt = AdamW(models[0].parameters(), plan="fp32_master", module=models[0])
+            opt.load_master_state_dict(models[0], full)
+            back = opt.master_state_dict(models[0])
+            assert all(torch.equal(back[name].full_tensor(), value) for name, value in full.items())
+            model = cast_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.bfloat16)
+            model[1] = nn.Linear(64, 64, dtype=torch.bfloat16)
+            AdamW(model.parameters(), module=model).master_state_dict(model)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -208,6 +208,19 @@ class Optimizer(torch.optim.Optimizer):
             if given_rules is not None and given_rules.rules:
                 given_rules.refuse_unused(given_rules.members(found, labels))
         self._marks = marks.newest()
+        if module is not None:
+            self._say_lost_bits(module)
+
+    def _say_lost_bits(self, model: torch.nn.Module) -> None:
+        """Warns, once for a model, where it was sharded after it had been cast, which leaves what was kept behind."""
+        count = low_bits.lost(model)
+        if count:
+            warn(
+                f"{type(self).__name__}: the low bits that cast_model kept for {count} parameters did not come along "
+                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take an fp32 state "
+                f"dict before the cast, and opt.load_master_state_dict(model, state_dict) after sharding",
+                type(self),
+            )
 
     def _reset_caches(self) -> None:
         """What is derived from parameters and groups, and neither copied nor pickled."""
@@ -1189,6 +1202,7 @@ class Optimizer(torch.optim.Optimizer):
         a model none of whose parameters is this optimizer's.
         """
         self._refuse_in_evaluation("master_state_dict()")
+        self._say_lost_bits(model)
         owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
         with torch.no_grad():
             return weights.of_model(model, type(self).__name__, owned)
