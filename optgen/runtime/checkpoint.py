@@ -470,7 +470,7 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tens
     sizes: list[int] = []
     for label, p in params.items():
         with suppress(TypeError, ValueError):
-            here = p.device.type == "cpu" and not sharding.is_sharded(p)
+            here = state.home(p).type == "cpu" and not sharding.is_sharded(p)
             sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
     return Arena(sizes)
 
@@ -518,6 +518,7 @@ def _load_one(
     where = f"{where}, plan {plan_name}"
     parts, whole = None, p
     try:
+        p = state.at_home(p)
         if sharding.is_sharded(p):
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
@@ -552,7 +553,7 @@ def _load_one(
                 shown = made.pop("p")
                 if parts is not None and parts.gathered:  # p is a copy of all of it
                     p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
-                rounded.append((p, shown))
+                rounded.append((whole if parts is None else p, shown))
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
@@ -565,7 +566,7 @@ def _load_one(
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         _numbers(read, coded, variant.nonneg, where, misfits)
         _headers(made, read, variant.fields, where, misfits)
-        rounded += _true_rounding(plan, variant, p, made)
+        rounded += [(whole if parts is None else q, shown) for q, shown in _true_rounding(plan, variant, p, made)]
     return made if parts is None else parts.wrapped(made)
 
 
@@ -735,5 +736,5 @@ def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[st
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
         dense[name] = torch.tensor(entry[name], dtype=torch.float32, device="cpu")
-    dense.update(sharding.decode(plan, variant, p, entry, variant.states))
+    dense.update(sharding.decode(plan, variant, state.at_home(p), entry, variant.states))
     return dense

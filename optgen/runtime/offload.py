@@ -284,6 +284,18 @@ class Offload:
         """Whether the host updates this parameter."""
         return bool(group.get("offload")) and p.device.type not in self._resident
 
+    def settle(self, optimizer: Optimizer) -> list[tuple[Tensor, torch.device | None]]:
+        """States that are made or read from now on are where the groups want them; (parameter, its home until now) of
+        those for which that is another place."""
+        changed: list[tuple[Tensor, torch.device | None]] = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                wanted = torch.device("cpu") if self.leaves(group, p) and not sharding.is_sharded(p) else p.device
+                if state.home(p) != wanted:
+                    changed.append((p, None if state.home(p) == p.device else state.home(p)))
+                    state.settle(p, None if wanted == p.device else wanted)
+        return changed
+
     def step(self, optimizer: Optimizer, scaler: control.Scaler | None = None) -> None:
         """One update of every parameter that has a gradient, unless the scaler has found an infinity."""
         with torch.no_grad():

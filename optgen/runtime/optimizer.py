@@ -259,6 +259,8 @@ class Optimizer(torch.optim.Optimizer):
             options.set_missing(group, self.defaults)
         for entry in self._entries():
             self._dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
+        if any(group.get("offload") for group in self.param_groups):  # copies of parameters do not know their homes
+            self._offload.settle(self)
 
     def _bring_up(self) -> None:
         """Groups and states of an older version, as a pickle may hold them."""
@@ -1131,7 +1133,13 @@ class Optimizer(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         with torch.no_grad():
-            loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            moved = self._offload.settle(self)
+            try:
+                loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            except BaseException:
+                for p, home in moved:
+                    state.settle(p, home)
+                raise
             self._replay, self._broke_off = replay.Keeper(), None
             weights.settle(loaded.rounded, loaded.states)
         self.state = defaultdict(dict, loaded.states)

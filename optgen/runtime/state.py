@@ -36,6 +36,17 @@ def home(p: Tensor) -> torch.device:
     return found
 
 
+def at_home(p: Tensor) -> Tensor:
+    """p, or a copy of it where its states are; one of zeros where it has no values."""
+    device = home(p)
+    if device == p.device:
+        return p
+    made = torch.zeros_like(p, device=device) if p.is_meta else p.detach().to(device)
+    if low_bits.ATTRIBUTE in p.__dict__:
+        setattr(made, low_bits.ATTRIBUTE, p.__dict__[low_bits.ATTRIBUTE])
+    return made
+
+
 def overlaps(p: Tensor) -> bool:
     """Whether several elements of p are one, as in expanded views and sliding windows."""
     dims = sorted((stride, size) for size, stride in zip(p.shape, p.stride(), strict=True) if size > 1)
