@@ -199,14 +199,19 @@ class Optimizer(torch.optim.Optimizer):
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
         self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
+        every = [given_rules for given_rules in (self._rules, self._blocks) if given_rules is not None]
+        if module is not None:
+            self._rules.tables = rules.Tables(module)
+            every[-1].tables = self._rules.tables
         self._all_given = False
         super().__init__(params, defaults)
         self._all_given = True
         self._refuse_shared_memory([], [])
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
-        for given_rules in (self._rules, self._blocks):
-            if given_rules is not None and given_rules.rules:
+        for given_rules in every:
+            if given_rules.rules:
                 given_rules.refuse_unused(given_rules.members(found, labels))
+            given_rules.tables = None
         self._marks = marks.newest()
         if module is not None:
             self._say_lost_bits(module)
@@ -408,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
         of_group = kind(cls)
         if isinstance(given, Mapping):
             of_group = kind(cls, given, None if own is None else own.model)
+            of_group.tables = None if own is None else own.tables
         elif given is not None:
             recorded = dict(read(cls, given))
             extra = [label for label in recorded if label not in labels]
