@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from optgen.runtime import low_bits as bits
+from optgen.runtime import sharding, state
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *, low_bits: bool = True) -> nn.Module:
@@ -31,7 +32,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
     around it notice nothing.  A parameter that is kept by its own name gets no such help.
 
     The Parameter objects stay the same and tied weights stay tied (kept if any of their names is).  Create the
-    optimizer afterwards.
+    optimizer afterwards, and shard the model afterwards: TypeError where a DTensor is to be cast.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"cast_model: dtype must be a floating-point dtype, got {dtype!r}")
@@ -41,6 +42,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
     kept_modules = {name for name, module in modules.items() if name and _matches(name, keep)}
     norms = {name for name, module in modules.items() if isinstance(module, _NormBase) and module.track_running_stats}
     kept = {id(t) for name, t in tensors if _matches(name, keep) or _below(name, kept_modules | norms)}
+    for name, tensor in tensors:
+        if id(tensor) in kept or not tensor.is_floating_point() or tensor.dtype == dtype:
+            continue
+        if sharding.is_sharded(tensor) or state.wraps(tensor):
+            raise TypeError(
+                f"cast_model: {name!r} is a {type(tensor).__name__}, which says its dtype beside the tensors that it "
+                f"stands for, and those cannot be cast in place: cast the model before it is sharded or wrapped, or "
+                f"use model.to({dtype}), which keeps no low bits"
+            )
     done: set[int] = set()
     for _, tensor in tensors:
         if id(tensor) not in kept | done and tensor.is_floating_point():

@@ -10,8 +10,10 @@ import random
 import subprocess
 import sys
 import zipfile
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -436,6 +438,40 @@ def test_keys_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     }  # fmt: skip
     save_checkpoint(tmp_path / name, opt, model, extra)
     assert load_checkpoint(tmp_path / name, opt, model) == extra
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_mappings_come_back_as_what_they_were(tmp_path: Path, name: str) -> None:
+    """MultiStepLR counts its milestones in a Counter, and asks it for steps that are none."""
+    model, opt = ready()
+    order = OrderedDict([("z", torch.ones(2)), ("a", [Counter()])])
+    save_checkpoint(tmp_path / name, opt, model, {"order": order, "plain": {"x": 1}})
+    found = load_checkpoint(tmp_path / name, opt, model)
+    assert [type(found["order"]), type(found["order"]["a"][0]), type(found["plain"])] == [OrderedDict, Counter, dict]
+    assert list(found["order"]) == ["z", "a"] and torch.equal(found["order"]["z"], torch.ones(2))
+    rates = []
+    for cut in (None, 3):
+        model, opt = ready()
+        schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 2, 5])
+        for k in range(8):
+            if k == cut:
+                save_checkpoint(tmp_path / name, opt, model, schedule.state_dict())
+                model, opt = ready()
+                schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [1])
+                schedule.load_state_dict(load_checkpoint(tmp_path / name, opt, model))
+            train(opt, range(k, k + 1))
+            schedule.step()
+            rates.append((cut, opt.param_groups[0]["lr"]))
+    assert [rate for cut, rate in rates if cut is None] == [rate for cut, rate in rates if cut is not None]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("value", [defaultdict(int, x=1), MappingProxyType({"x": 1})], ids=lambda v: type(v).__name__)
+def test_mappings_that_would_come_back_as_others_are_not_saved(tmp_path: Path, name: str, value: object) -> None:
+    model, opt = ready()
+    with pytest.raises(TypeError, match=rf"extra\['v'\]: expected .* dicts .* got .*{type(value).__name__}"):
+        save_checkpoint(tmp_path / name, opt, model, {"v": value})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", KINDS)

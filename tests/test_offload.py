@@ -3,6 +3,7 @@ that must be copied before they are worked on; what moves, waits and steps is wh
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
 import time
@@ -125,6 +126,17 @@ def test_turned_on_and_off_between_steps() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_a_momentum_that_comes_and_goes_with_the_offloading() -> None:
+    a, opt_a, b, opt_b = pair(lambda m: optim.SGD(m.named_parameters(), lr=0.1, backend="cpp"))
+    moved(opt_b)
+    for k, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.9)):
+        opt_a.param_groups[0]["momentum"] = opt_b.param_groups[0]["momentum"] = momentum
+        opt_b.param_groups[0]["offload"] = k != 3
+        train(opt_a, a, 1, start=k)
+        train(opt_b, b, 1, start=k)
+    same(a, b, opt_a, opt_b)
+
+
 def test_together_with_gradient_release() -> None:
     a, opt_a, b, opt_b = pair(lambda m: optim.AdamW(m.named_parameters(), backend="cpp"))
     moved(opt_b).release_gradients(b)
@@ -168,6 +180,30 @@ def test_checkpoints_are_the_same_with_and_without() -> None:
         assert same_bits(x, y), name
 
 
+@pytest.mark.parametrize("plan", ["int8", "fp32"])
+def test_a_checkpoint_is_read_and_decoded_where_the_states_are_to_be(plan: str) -> None:
+    """As far as it goes without an accelerator: tensors on the meta device stand for one, and hold no values."""
+    p = nn.Parameter(torch.randn(70, 64, generator=torch.Generator().manual_seed(1)))
+    opt = optim.AdamW([p], plan=plan)
+    p.grad = torch.ones_like(p)
+    opt.step()
+    saved, dense = opt.state_dict(), opt.dense_state_dict()
+    for given in (saved, dense):
+        q = nn.Parameter(torch.empty(70, 64, device="meta"))
+        other = optim.AdamW([q], plan=plan, offload=True)
+        with pytest.raises(ValueError, match="nothing was loaded"):
+            other.load_state_dict({**given, "state": {0: {"step": -1}}})
+        assert state.home(q).type == "meta"
+        other.load_state_dict(given)
+        opt.load_state_dict(given)
+        wanted = opt.dense_state_dict()["state"][0]
+        for one in (other, copy.deepcopy(other)):
+            (kept,) = one.state.values()
+            assert {t.device.type for t in kept.values() if isinstance(t, Tensor)} == {"cpu"}
+            found = one.dense_state_dict()["state"][0]
+            assert all(torch.equal(found[key], wanted[key]) for key in ("exp_avg", "exp_avg_sq"))
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_options_are_refused_before_anything_changes() -> None:
     model = net()
@@ -184,6 +220,17 @@ def test_options_are_refused_before_anything_changes() -> None:
     opt.step()
     with pytest.raises(TypeError, match="offload"):
         optim.AdamW([{"params": [nn.Parameter(torch.ones(2))], "offload": "yes"}])
+
+
+def test_a_parameter_that_outgrew_its_gradient_is_not_moved() -> None:
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    opt = moved(optim.AdamW(params, plan="fp32"))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].data = torch.ones(400, 4)
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* its gradient is of shape \[4, 4\]"):
+        opt.step()
+    assert all(bool((p == 1).all()) for p in params) and not opt.state
 
 
 def test_rules_over_the_model_are_all_or_nothing() -> None:

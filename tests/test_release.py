@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -550,6 +552,68 @@ def test_an_error_in_backward_loses_nothing() -> None:
     other.loss(1).backward()
     opt_other.step()
     same(other, model, opt_other, opt)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_parameter_that_outgrew_its_sum_is_refused(elsewhere: bool) -> None:
+    """Micro-batches of the old shape wait, in p.grad or in an accumulator's states."""
+    p = nn.Parameter(torch.ones(4, 4))
+    opt = optim.AdamW([p], plan="fp32")
+    kept = {"accumulator": accumulator("fp32")} if elsewhere else {}
+    opt.release_gradients(accumulate=2, **kept)
+    p.sum().backward()
+    p.data = torch.ones(400, 4)
+    with pytest.raises(RuntimeError, match=r"gradient is of shape|total: expected float32 \[400, 4\], got"):
+        p.sum().backward() if elsewhere else opt.step()
+    assert bool((p == 1).all()) and not opt.state
+
+
+def test_a_second_optimizer_is_refused_while_the_first_is_there() -> None:
+    """It would never see a gradient: the hook of the first one comes first, and frees it."""
+    model = net()
+    a, b = (optim.AdamW(model.parameters()) for _ in range(2))
+    handle = a.release_gradients(model)
+    with pytest.raises(RuntimeError, match=r"released to another optimizer already \(AdamW\).*remove\(\) the handle"):
+        b.release_gradients(model)
+    assert b._release is None
+    model.loss(0).backward()
+    assert a.state and not b.state
+    handle.remove()
+    b.release_gradients(model)
+    with pytest.raises(RuntimeError, match="released to another optimizer"):
+        a.release_gradients()
+    c = optim.AdamW([extra := nn.Parameter(torch.ones(3))])
+    c.release_gradients()
+    with pytest.raises(RuntimeError, match="released to another optimizer"):
+        c.add_param_group({"params": [model.inner.weight]})
+    assert len(c.param_groups) == 1
+    extra.sum().backward()
+    assert c.state[extra]["step"] == 1
+
+
+def test_an_optimizer_that_is_deleted_updates_nothing_any_more() -> None:
+    """Its handle keeps it; a parameter does not."""
+    model = net()
+    shown = [p.detach().clone() for p in model.parameters()]
+    opt = optim.AdamW(model.parameters())
+    handle = opt.release_gradients(model)
+    there = weakref.ref(opt)
+    del opt
+    assert handle.optimizer is there()
+    gc.disable()
+    try:
+        del handle
+        assert there() is None
+    finally:
+        gc.enable()
+    model.loss(0).backward()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), shown, strict=True))
+    assert model.inner.weight.grad is not None and not model.inner.weight._post_accumulate_grad_hooks
+    other = optim.AdamW(model.parameters())
+    other.release_gradients(model)
+    model.zero_grad()
+    model.loss(0).backward()
+    assert other.state[model.inner.weight]["step"] == 1
 
 
 def test_evaluation_refuses_backward() -> None:

@@ -1178,6 +1178,32 @@ def test_variants_may_share_functions_and_give_the_kernel_scalars_of_its_own() -
     assert shared.host_for(True) == (fast, 1)
 
 
+@pytest.mark.parametrize("lr", [3e-4, 1.0])
+@pytest.mark.parametrize("end", [10, 100, 1000])
+def test_a_rate_that_rounding_puts_below_zero_is_zero(lr: float, end: int) -> None:
+    """torch's LinearLR multiplies the rate by factors whose product is 0, but for their rounding."""
+    (p,) = parameters(shapes=[(4, 5)])
+    opt = AdamW([p], lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, start_factor=1.0, end_factor=0.0, total_iters=end)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step was made before the schedule's
+        for _ in range(end):
+            schedule.step()
+    give_gradients([p], 0)
+    before, reached = p.detach().clone(), opt.param_groups[0]["lr"]
+    assert abs(reached) < 1e-12
+    for value in (reached, -abs(reached) or -1e-20, torch.tensor(-1e-14)):
+        opt.param_groups[0]["lr"] = value
+        opt.step()
+        opt.load_state_dict(opt.state_dict())
+    assert reached > 0 or torch.equal(p, before)
+    with pytest.raises(ValueError, match=r"AdamW: lr must be >= 0, got -1e-11"):
+        AdamW([p], lr=-1e-11)
+    opt.param_groups[0]["lr"] = -1e-11
+    with pytest.raises(ValueError, match=r"lr must be >= 0, but its group has -1e-11"):
+        opt.step()
+
+
 def test_a_hyper_parameter_set_out_of_range_stops_the_step_before_anything_changes() -> None:
     params = parameters()
     opt = AdamW(params, lr=1e-2)

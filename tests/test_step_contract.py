@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.two_tensor import TwoTensor
 
-from generated import LAMB, AdamW
-from optgen.runtime import Optimizer, state
+from generated import CAME, LAMB, AdamW, Muon
+from optgen.runtime import Optimizer, files, state
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -151,6 +155,111 @@ def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
     assert all(bool((p == 1).all()) for p in params)
 
 
+BACKENDS = ["reference", "triton", "cpp"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(4, 2), (400, 4), (16,)])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_outgrew_its_gradient(backend: str, shape: tuple[int, ...], steps: int) -> None:
+    """torch compares them when p.grad is set, and not when p.data is: kernels would read behind the gradient's end."""
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    opt = AdamW([("a", params[0]), ("b", params[1])], backend=backend, plan="fp32")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(steps):
+        opt.step()
+    params[1].data = torch.ones(shape)
+    before, states = params[0].detach().clone(), copy.deepcopy(opt.state_dict()["state"])
+    with pytest.raises(RuntimeError, match=r"parameter 'b' .* its gradient is of shape \[4, 4\] on cpu"):
+        opt.step()
+    assert torch.equal(params[0], before) and bool((params[1] == 1).all())
+    assert len(opt.state) == steps  # both parameters, or none
+    kept = opt.state_dict()["state"]
+    assert all(torch.equal(kept[0][key], states[0][key]) for key in ("exp_avg", "exp_avg_sq") if steps)
+
+
+def test_a_parameter_that_left_the_device_of_its_gradient() -> None:
+    """Asked of a gradient that p.grad would not take: p.data, which would, moves only between accelerators and CPU."""
+    p = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match=r"parameter 'w' .* is on cpu, and its gradient is of shape .* on meta"):
+        AdamW([p], plan="fp32")._check_pair(p, torch.ones(4, 4, device="meta"), "w")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize("which", ["parameter 1", "the gradient of parameter 1"])
+def test_memory_that_was_freed_is_not_read(backend: str, start: int, which: str) -> None:
+    """A view behind the start of what was freed has an address that is not 0, and no memory either."""
+    params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(16)[start : start + 8])]
+    opt = AdamW(params, backend=backend, plan="fp32")
+    for p in params:
+        p.grad = torch.ones(16)[start : start + 8]
+    freed = params[1] if which == "parameter 1" else params[1].grad
+    assert freed is not None
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=rf"AdamW: {which} \(float32 \[8\]\) has no memory: it was freed"):
+        opt.step()
+    assert bool((params[0] == 1).all()) and not opt.state
+
+
+def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
+    """Eager torch steps them, as ever: a model's memory is measured so."""
+    for around in (nullcontext(), torch.device("meta"), FakeTensorMode()):
+        with around:
+            params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(0, 4))]
+            for p in params:
+                p.grad = torch.ones_like(p)
+            opt = AdamW(params, backend="reference", plan="fp32")
+            opt.step()
+            assert opt.state[params[0]]["step"] == opt.state[params[1]]["step"] == 1
+
+
+def test_fake_tensors_are_no_memory_for_kernels() -> None:
+    with FakeTensorMode():
+        p = nn.Parameter(torch.ones(8))
+        p.grad = torch.ones(8)
+        with pytest.raises(RuntimeError, match="has no memory"):
+            AdamW([p], backend="cpp", plan="fp32").step()
+
+
+def test_tensors_that_stand_for_others_are_refused() -> None:
+    def two(*shape: int) -> TwoTensor:
+        return TwoTensor(torch.ones(shape), torch.ones(shape))
+
+    with pytest.raises(TypeError, match="does not support parameters of class TwoTensor"):
+        AdamW([nn.Parameter(two(4, 4))])
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(two(4, 4), requires_grad=False)]
+    opt = AdamW(params, backend="cpp", plan="fp32")
+    params[1].requires_grad_()
+    params[0].grad, params[1].grad = torch.ones(4, 4), two(4, 4)
+    with pytest.raises(TypeError, match=r"AdamW: parameter 1 .* is of class TwoTensor"):
+        opt.step()
+    assert bool((params[0] == 1).all()) and not opt.state
+    with pytest.raises(TypeError, match=r"AdamW: the gradient of parameter 'w' .* is of class TwoTensor"):
+        opt._in_memory(params[0], params[1].grad, "w", True)  # which p.grad of a plain tensor does not take
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_waited_for(tmp_path: Path, backend: str) -> None:
+    """What a collective of torch's returns is at no address as long as nobody waits for it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        found = []
+        for sent in (False, True):
+            (p,) = parameters((5, 7))
+            opt = AdamW([p], backend=backend, plan="fp32")
+            for k in range(3):
+                g = torch.full((5, 7), 1.0 + k)
+                p.grad = all_reduce(g, "sum", torch.distributed.group.WORLD) if sent else g
+                assert (type(p.grad) is Tensor) is not sent
+                opt.step()
+            found.append(p.detach())
+        assert torch.equal(*found)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def slid() -> Tensor:
     return torch.randn(10).as_strided((4, 4), (2, 1))
 
@@ -222,6 +331,32 @@ def test_memory_is_looked_at_whatever_the_default_device(other: slice, meet: boo
     window = nn.Parameter(torch.randn(20).as_strided((2, 3), (3, 2)))
     with torch.device("meta"), pytest.raises(ValueError, match="share memory") if meet else nullcontext():
         AdamW([*params, window], plan="fp32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cls", [AdamW, CAME, LAMB, Muon])
+def test_steps_and_checkpoints_whatever_the_default_device(
+    tmp_path: Path, cls: type[Optimizer], backend: str
+) -> None:
+    """It is one for the user's tensors: tables, rooms and sums have devices of their own."""
+    found = []
+    for default in (None, "meta"):
+        params = parameters((8, 4, 3, 3), (70, 65))
+        for p in params:
+            p.grad = torch.full_like(p, 0.5)
+        opt = cls(params, lr=0.1, plan="fp32", backend=backend)
+        torch.set_default_device(default)
+        try:
+            for _ in range(3):
+                opt.step()
+            files.save_checkpoint(tmp_path / "run.pt", opt)
+            files.load_checkpoint(tmp_path / "run.pt", opt)
+            opt.step()
+            dense = opt.dense_state_dict()["state"]
+        finally:
+            torch.set_default_device(None)
+        found.append([*(p.detach() for p in params), *(t for entry in dense.values() for t in entry.values())])
+    assert all(map(torch.equal, *found))
 
 
 def test_parameters_whose_memory_is_freed_share_none() -> None:

@@ -452,3 +452,106 @@ def test_what_is_put_into_a_group_later_is_refused_as_at_the_start(key: str, val
     opt.param_groups[0][key] = good
     assert alike(opt.state_dict()["state"], before["state"])
     assert alike([p.detach() for p in opt.param_groups[0]["params"]], weights)
+
+
+# -- a momentum that is set to 0 and back -------------------------------------------------------------
+
+MOMENTA = (0.0, 0.5, 0.5, 0.0, 0.0, 0.25, 0.5)
+"""At each step.  With these, rates that are powers of two and small whole gradients fp32 rounds nothing."""
+
+
+def of_sgd(kind: Any, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (5000,))]
+    return params, kind(params, lr=0.25, **options)
+
+
+def whole_steps(params: list[nn.Parameter], opt: Any, momenta: tuple[float, ...], start: int = 0) -> list[Tensor]:
+    for k, momentum in enumerate(momenta, start):
+        opt.param_groups[0]["momentum"] = momentum
+        for i, p in enumerate(params):
+            p.grad = torch.full_like(p, float((k * 3 + i) % 5 - 2))
+        opt.step()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "cpp"])
+def test_a_momentum_that_comes_and_goes_is_torchs(backend: str) -> None:
+    """A buffer begins with the gradient of the first step that has a momentum, and waits while there is none."""
+    params, ours = of_sgd(generated.SGD, plan="fp32", backend=backend)
+    others, torchs = of_sgd(torch.optim.SGD)
+    for k, momentum in enumerate(MOMENTA):
+        assert alike(whole_steps(params, ours, (momentum,), k), whole_steps(others, torchs, (momentum,), k)), k
+        for p, q in zip(params, others, strict=True):
+            assert ours.state[p]["step"] == k + 1
+            assert alike(ours.state[p].get("momentum_buffer"), torchs.state[q].get("momentum_buffer")), k
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+@pytest.mark.parametrize("before", [False, True], ids=["after a step", "before a step"])
+def test_states_are_loaded_whatever_the_momentum_was(name: str, plan: str, before: bool) -> None:
+    """At each moment: also right after the momentum was set, when what it asks for is not there yet."""
+    cls = getattr(generated, name)
+    for cut in range(1, len(MOMENTA)):
+        params, opt = of_sgd(cls, plan=plan)
+        whole_steps(params, opt, MOMENTA[:cut])
+        if before:
+            opt.param_groups[0]["momentum"] = MOMENTA[cut]
+        saved = copy.deepcopy(opt.state_dict())
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        again = cls(copies, plan=plan)
+        again.load_state_dict(saved)
+        assert alike(again.state_dict()["state"], saved["state"]), cut
+        assert len(opt.full_weights()) == len(again.full_weights()) == 2
+        dense = opt.dense_state_dict()
+        loaded = cls(copies, plan="fp32")
+        loaded.load_state_dict(dense)
+        assert alike(loaded.dense_state_dict()["state"], dense["state"]), cut
+        rest = MOMENTA[cut:]
+        assert alike(whole_steps(params, opt, rest, cut), whole_steps(copies, again, rest, cut)), cut
+        assert alike(opt.state_dict()["state"], again.state_dict()["state"]), cut
+
+
+@pytest.mark.parametrize("plan", ["fp32", "int8_split24"])
+def test_torchs_checkpoints_are_loaded_whatever_the_momentum_was(plan: str) -> None:
+    for cut in range(1, len(MOMENTA)):
+        others, torchs = of_sgd(torch.optim.SGD)
+        whole_steps(others, torchs, MOMENTA[:cut])
+        params = [nn.Parameter(p.detach().clone()) for p in others]
+        opt = generated.SGD(params, plan=plan)
+        opt.load_state_dict(copy.deepcopy(torchs.state_dict()))
+        if plan == "fp32":
+            rest = MOMENTA[cut:]
+            assert alike(whole_steps(params, opt, rest, cut), whole_steps(others, torchs, rest, cut)), cut
+        else:
+            whole_steps(params, opt, MOMENTA[cut:], cut)
+
+
+def test_what_lacks_more_than_a_momentum_does_not_fit() -> None:
+    params, opt = of_sgd(generated.RMSprop, plan="int8_split24")
+    whole_steps(params, opt, (0.0, 0.5))
+    saved = opt.state_dict()
+    for key in ("square_avg", "momentum_buffer_scale"):
+        broken = copy.deepcopy(saved)
+        del broken["state"][1][key]
+        with pytest.raises(ValueError, match=f"{key}: expected .*, it is missing"):
+            opt.load_state_dict(broken)
+        broken["state"][1]["other"] = broken["state"][1].pop("step")
+        with pytest.raises(ValueError, match="other: not expected"):
+            opt.load_state_dict(broken)
+    del opt.state[params[1]]["momentum_buffer_scale"]
+    shown = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=r"momentum_buffer_scale: expected .*, it is missing"):
+        opt.step()
+    assert alike([p.detach() for p in params], shown)
+
+
+def test_a_state_that_begins_with_the_first_weight_cannot_begin_late() -> None:
+    params, opt = of_sgd(generated.MADGRAD, plan="fp32")
+    shown = whole_steps(params, opt, (0.0,))
+    saved = copy.deepcopy(opt.state_dict())
+    opt.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(RuntimeError, match=r"parameter 0 .* has made steps without x0, which begins with the weight"):
+        opt.step()
+    assert alike([p.detach() for p in params], shown)
+    assert alike(opt.state_dict()["state"], saved["state"])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from optgen.runtime import blocks, foreign, layout, low_bits, options, plans, sharding, state
 from optgen.runtime.arena import Arena
 from optgen.runtime.misfits import SHOWN, Misfits
-from optgen.runtime.records import Field, Variant, as_float
+from optgen.runtime.records import Field, Variant, as_float, in_blocks
 from optgen.runtime.warn import warn
 
 Groups = list[dict[str, Any]]
@@ -405,19 +405,64 @@ def _known_ids(order: Mapping[int, Any], saved: Mapping[Any, Any], misfits: Misf
 
 
 def select(
-    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None = None
+    cls: Any,
+    group: Mapping[str, Any],
+    p: Tensor,
+    name: plans.Label | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> tuple[str, ModuleType, Variant]:
     """(plan name, plan, variant) of a parameter under the options of its group.
 
     name   by which the group knows the parameter: its name, or its position over all groups; None: it has no plan of
            its own
+    kept   its state, where the variant is to be the one that this is of (`held`)
     """
     chosen = plans.chosen(cls, group, p.dtype, name)
     flags = options.flags_of(cls, group, tuple(p.shape))
     small, vector = p.numel() < chosen.limit, p.ndim < 2
     found = plans.variant(chosen.module, p.dtype, small, flags, vector)
     count = blocks.of(cls, group).get(name) if name is not None else None
-    return chosen.name, chosen.module, blocks.seen(found, p, count)
+    found = blocks.seen(found, p, count)
+    return chosen.name, chosen.module, found if kept is None else held(cls, group, p, name, found, kept)
+
+
+def held(
+    cls: Any, group: Mapping[str, Any], p: Tensor, name: plans.Label | None, variant: Variant, kept: Mapping[str, Any]
+) -> Variant:
+    """The variant whose states an entry has: that of the parameter, or one beside it for other flags.
+
+    While a hyper-parameter is 0, a state that is there only where it is not (SGD's momentum_buffer) stays as it is, as
+    torch leaves it; where it is 0 from the beginning, there is none until it has been set and a step was made.
+    """
+    if variant.keys == kept.keys():
+        return variant
+    fixed = {flag.name for flag in cls.FLAGS if flag.shape is not None or flag.every is not None}
+    switched = {flag.name for flag in cls.FLAGS if flag.nonzero is not None}
+    chosen = plans.chosen(cls, group, p.dtype, name)
+    small, vector = p.numel() < chosen.limit, p.ndim < 2
+    settings = {tuple(v.flags.items()) for v in chosen.module.VARIANTS if v.param == variant.param}
+    beside = [plans.variant(chosen.module, p.dtype, small, setting, vector) for setting in sorted(settings)]
+    owners = {f.name: f.owner for v in beside for f in v.fields if f.owner != "p"}
+    owners.update((name, name) for v in beside for name in v.states)
+    there = {owners[key] for key in kept if key in owners}
+    if there == set(variant.states):
+        return variant
+    for v in sorted(beside, key=lambda v: len(_apart(variant, v))):
+        apart = _apart(variant, v)
+        late = not there.issuperset(variant.states)
+        if set(v.states) != there or apart & fixed or (late and not apart <= switched):
+            continue
+        if isinstance(variant.matrix, int):
+            v = in_blocks(v, variant.matrix)
+        common = there.intersection(variant.states) | {"p"}
+        if {f for f in v.fields if f.owner in common} == {f for f in variant.fields if f.owner in common}:
+            return v
+    return variant
+
+
+def _apart(a: Variant, b: Variant) -> set[str]:
+    """The flags that differ."""
+    return {name for name in a.flags.keys() | b.flags.keys() if a.flags.get(name, 0) != b.flags.get(name, 0)}
 
 
 def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tensor]) -> Arena:
@@ -425,7 +470,7 @@ def _arena(cls: Any, group: Mapping[str, Any], params: Mapping[plans.Label, Tens
     sizes: list[int] = []
     for label, p in params.items():
         with suppress(TypeError, ValueError):
-            here = p.device.type == "cpu" and not sharding.is_sharded(p)
+            here = state.home(p).type == "cpu" and not sharding.is_sharded(p)
             sizes += state.sizes(select(cls, group, p, label)[2], p, {}) if here else ()
     return Arena(sizes)
 
@@ -465,6 +510,7 @@ def _load_one(
         errors = None if own else found.get("error_bits")
         codes = {} if own else foreign.codes(found, variant.states)
         found = found if own else foreign.dense(found, variant.states, tuple(p.shape))
+        variant = held(cls, group, p, label, variant, found)
     except (TypeError, ValueError) as error:
         misfits.add(f"{where}: {error}")
         return None
@@ -472,6 +518,7 @@ def _load_one(
     where = f"{where}, plan {plan_name}"
     parts, whole = None, p
     try:
+        p = state.at_home(p)
         if sharding.is_sharded(p):
             parts = sharding.Parts.of(p, variant)
             p, found = parts.weight(p), parts.taken(found)
@@ -506,7 +553,7 @@ def _load_one(
                 shown = made.pop("p")
                 if parts is not None and parts.gathered:  # p is a copy of all of it
                     p, shown = sharding.local(whole), sharding.part_of(shown, parts.layout)
-                rounded.append((p, shown))
+                rounded.append((whole if parts is None else p, shown))
         return made if parts is None else parts.wrapped(made)
     for f in variant.fields:
         tensor = _field(f, p, found.get(f.name), where, misfits, arena)
@@ -519,7 +566,7 @@ def _load_one(
         read = layout.decode(plan, variant, p, made, coded) if coded else {}
         _numbers(read, coded, variant.nonneg, where, misfits)
         _headers(made, read, variant.fields, where, misfits)
-        rounded += _true_rounding(plan, variant, p, made)
+        rounded += [(whole if parts is None else q, shown) for q, shown in _true_rounding(plan, variant, p, made)]
     return made if parts is None else parts.wrapped(made)
 
 
@@ -686,8 +733,8 @@ def _field(f: Field, p: Tensor, value: Any, where: str, misfits: Misfits, arena:
 
 def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter's state as torch.optim keeps it: fp32 tensors under the states' names, `step` as a tensor."""
-    dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
+    dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
-        dense[name] = torch.tensor(entry[name], dtype=torch.float32)
-    dense.update(sharding.decode(plan, variant, p, entry, variant.states))
+        dense[name] = torch.tensor(entry[name], dtype=torch.float32, device="cpu")
+    dense.update(sharding.decode(plan, variant, state.at_home(p), entry, variant.states))
     return dense

@@ -71,7 +71,7 @@ def make(variant: Variant, shapes: Sequence[torch.Size], dims: workspace.Dims = 
     """
     few = workspace.make(variant, shapes, torch.device("cpu"), dims)
     copies = [dense_copies(variant, shape) * math.prod(shape) for shape in shapes]
-    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32)
+    dense = torch.empty(sum(copies) + len(copies) * 16, dtype=torch.float32, device="cpu")
     at, addresses = -(-dense.data_ptr() // 64) * 64, []
     for count in copies:
         addresses.append(at if count else 0)

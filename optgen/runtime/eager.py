@@ -222,7 +222,7 @@ def scalars(p: Tensor, *values: float) -> tuple[Tensor, ...]:
 
     A Python number as divisor or dividend would not be: torch multiplies by its reciprocal.
     """
-    return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(p.device).unbind()
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(torch.float32).to(p.device).unbind()
 
 
 def rotl(x: Tensor, k: Tensor) -> Tensor:

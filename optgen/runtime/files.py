@@ -18,6 +18,7 @@ import os
 import secrets
 import struct
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -47,6 +48,9 @@ UNREADABLE = (
 )  # fmt: skip
 """What torch.load raises where bytes are no pickle that it wrote, or not all of it: it runs whatever they say."""
 
+DICTS: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+"""The mappings that torch loads without running code; the others would come back as something else."""
+
 Path_ = str | os.PathLike[str]
 
 
@@ -58,7 +62,8 @@ def save_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     """Write a checkpoint from which a run goes on bit for bit; an older file of that name stays until it is complete.
 
     model   its state dict is written too, parameters and buffers in their own dtypes
-    extra   anything made of tensors, numbers, strings, None, lists, tuples and dicts: schedulers, loaders, the step
+    extra   anything made of tensors, numbers, strings, None, lists, tuples and dicts (also Counter and OrderedDict):
+            schedulers, loaders, the step
     A path that ends in .safetensors gives a safetensors file (that package must be installed).
 
     TypeError for what could not be read back without running code; OSError where the file cannot be written.
@@ -122,7 +127,7 @@ def _in_memory(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {k: _in_memory(v) for k, v in value.items()}
+        return type(value)({k: _in_memory(v) for k, v in value.items()})
     if isinstance(value, (list, tuple)):
         return type(value)(_in_memory(v) for v in value)
     return value
@@ -206,7 +211,7 @@ def misread(cls: type, defaults: Mapping[str, Any], content: Mapping[str, Any]) 
         try:
             group, entries = checkpoint.migrated(old_group, {number: kept})
             group = {**group, **options.check(cls, {**defaults, **group})}
-            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]))
+            p = torch.empty(one["shape"], dtype=dtype_of(one["dtype"]), device="cpu")
             label = _label(group, place, at)
             now = _decoded(cls, {**defaults, **group}, p, entries[number], label).get(name, values)
         except (TypeError, ValueError, RuntimeError):  # no such plan, or not for this dtype; no room for such a shape
@@ -285,20 +290,22 @@ def _sharded(where: str, value: Tensor) -> TypeError:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value with parameters as tensors and mappings as dicts; TypeError for what weights_only would refuse."""
+    """The value with parameters as tensors; TypeError for what would not come back as it is, or weights_only refuse."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
             raise _sharded(where or "the checkpoint", value)
         return value.detach()
-    if isinstance(value, Mapping):
-        return {_key(k, where): _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
+    if type(value) in DICTS.values():
+        inside = {_key(k, where): _plain(v, f"{where}[{k!r}]" if where else str(k)) for k, v in value.items()}
+        return type(value)(inside)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size):
         made = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return made if type(value) is list else tuple(made)
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(
-        f"{where or 'the checkpoint'}: expected tensors, numbers, strings, None, lists, tuples or dicts, got "
+        f"{where or 'the checkpoint'}: expected tensors, numbers, strings, None, lists, tuples or dicts (also Counter "
+        f"and OrderedDict), got "
         f"{type(value).__module__}.{type(value).__name__}: loading runs no code, so convert it first"
     )
 
@@ -507,12 +514,12 @@ def _listed(value: Any, tensors: dict[str, Tensor], seen: dict[object, str], whe
                         if n not in tensors)  # {"a": {"b": ...}, "a.b": ...}  # fmt: skip
             seen[same], tensors[name] = name, value.contiguous()
         return {"tensor": seen[same]}
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         parts = []
         for k, v in value.items():
             place = f"{where}.{k}" if where else str(k)
             parts.append([_listed(k, tensors, seen, place), _listed(v, tensors, seen, place)])
-        return {"dict": parts}
+        return {next(name for name, kind in DICTS.items() if kind is type(value)): parts}
     if isinstance(value, (list, tuple)):
         found = [_listed(v, tensors, seen, f"{where}.{i}") for i, v in enumerate(value)]
         return found if isinstance(value, list) else {"tuple": found}
@@ -526,8 +533,9 @@ def _unlisted(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     makers: dict[str, Callable[[Any], Any]] = {
         "tensor": lambda name: tensors[name],
-        "dict": lambda parts: {_unlisted(k, tensors): _unlisted(v, tensors) for k, v in parts},
         "tuple": lambda parts: tuple(_unlisted(v, tensors) for v in parts),
     }
     ((kind, content),) = value.items()
+    if kind in DICTS:
+        return DICTS[kind]({_unlisted(k, tensors): _unlisted(v, tensors) for k, v in content})
     return makers[kind](content)

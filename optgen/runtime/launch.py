@@ -194,10 +194,10 @@ def tiles(line: Sequence[int], block: int, tile: int, ragged: bool) -> int:
 
 def work_items(counts: Sequence[int], per_item: int) -> Tensor:
     """int32 (items, 2): (tensor row, first tile), for tensors of `counts` tiles, `per_item` tiles each."""
-    items = torch.tensor([-(-count // per_item) for count in counts], dtype=torch.int64)
-    tensor = torch.repeat_interleave(torch.arange(len(counts)), items)
+    items = torch.tensor([-(-count // per_item) for count in counts], dtype=torch.int64, device="cpu")
+    tensor = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), items)
     before = torch.repeat_interleave(items.cumsum(0) - items, items)
-    first = (torch.arange(len(tensor)) - before) * per_item
+    first = (torch.arange(len(tensor), device="cpu") - before) * per_item
     return torch.stack((tensor, first), dim=1).to(torch.int32)
 
 
@@ -283,7 +283,7 @@ class Tables:
         """Room on the host from which a graph may fill a table, made before there is one."""
         if not self.spare:
             self.spare = [
-                torch.empty(table.shape, dtype=table.dtype, pin_memory=table.device.type == "cuda")
+                torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=table.device.type == "cuda")
                 for table in self.sent()
             ]
 
@@ -399,7 +399,7 @@ class Launcher:
             raise control.not_ready(f"{state.label(bucket.params[0], bucket.names[0])}, whose gradient lies elsewhere,")
         tables = []
         for room, part, old in zip(spare, parts, last.sent(), strict=True):
-            room.copy_(torch.tensor(part, dtype=torch.int64))
+            room.copy_(torch.tensor(part, dtype=torch.int64, device="cpu"))
             tables.append(torch.empty_like(old).copy_(room, non_blocking=True))
         self._captured.append(spare)  # every run of the graph reads it
         if last.staged is not None:
@@ -426,7 +426,7 @@ class Launcher:
             else:
                 counts = [tiles(line, block, tile, ragged) for line in lines]
                 work = work_items(counts, per_item).to(bucket.device)
-            table = torch.tensor(lines, dtype=torch.int64).to(bucket.device)
+            table = torch.tensor(lines, dtype=torch.int64, device="cpu").to(bucket.device)
             launches.append(Launch(aligned, ragged, shape, table, work))
         return launches
 
@@ -457,9 +457,9 @@ class _Following:
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], of: Sequence[int] | None) -> None:
-        self.host = torch.tensor(lines, dtype=torch.int64)
+        self.host = torch.tensor(lines, dtype=torch.int64, device="cpu")
         self.column = self.host[:, 1]
-        self.of = None if of is None else torch.tensor(of)
+        self.of = None if of is None else torch.tensor(of, device="cpu")
 
     def follow(self, gradients: Tensor, sent: Tensor) -> Tensor:
         """The table in the place of the one that was sent: launches that are under way may still read that."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from optgen.runtime import sharding
 
 ATTRIBUTE = "_optgen_low_bits"
 CARRIER = "_optgen_low_bits_of"
@@ -94,6 +96,11 @@ class Carrier:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._refs = [weakref.ref(p) for p in params]
+        self.said = False
+
+    def strays(self, own: Collection[int]) -> int:
+        """How many of the parameters are none of these, by id."""
+        return sum((p := ref()) is None or id(p) not in own for ref in self._refs)
 
     @property
     def params(self) -> list[Tensor]:
@@ -115,5 +122,24 @@ class Carrier:
 def carry(module: nn.Module, params: Iterable[Tensor]) -> None:
     """Let deep copies of the module keep what is kept for its parameters."""
     held = [p for p in params if ATTRIBUTE in p.__dict__]
+    module.__dict__.pop(CARRIER, None)
     if held:
         module.__dict__[CARRIER] = Carrier(held)
+
+
+def lost(module: nn.Module) -> int:
+    """How many parameters that had bits kept the module has no more, where others are sharded: what shards a model puts
+    DTensors, or flat parts, in their places.  0 where that was said already.
+
+    Elsewhere other weights may have come (a new head, an assigned state dict), to which those bits never belonged.
+    """
+    params = list(module.parameters())
+    if not any(sharding.is_sharded(p) or getattr(p, "_fsdp_flattened", False) for p in params):
+        return 0
+    own, count = {id(p) for p in params}, 0
+    for part in module.modules():
+        carrier = part.__dict__.get(CARRIER)
+        if isinstance(carrier, Carrier) and not carrier.said and (found := carrier.strays(own)):
+            carrier.said = True
+            count += found
+    return count

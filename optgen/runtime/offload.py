@@ -140,9 +140,9 @@ class Chunk:
             self.groups.append({"params": [t for t, _ in inside], "param_names": [name for _, name in inside]})
         self.stepper = alone.part(optimizer, self.groups)
         groups, cls = optimizer.param_groups, type(optimizer)
-        variants = [checkpoint.select(cls, groups[m.number], m.p, m.name)[2] for m in members]
+        found = {id(plan): plan for m in members for plan in [checkpoint.select(cls, groups[m.number], m.p, m.name)[1]]}
         self.stepped = False  # of one that stays, in the step that is under way
-        self.stored = frozenset(f.name for variant in variants for f in variant.fields)
+        self.stored = frozenset(f.name for plan in found.values() for v in plan.VARIANTS for f in v.fields)
 
     def open(self, optimizer: Optimizer) -> None:
         """Options and states as they are now."""
@@ -284,6 +284,18 @@ class Offload:
         """Whether the host updates this parameter."""
         return bool(group.get("offload")) and p.device.type not in self._resident
 
+    def settle(self, optimizer: Optimizer) -> list[tuple[Tensor, torch.device | None]]:
+        """States that are made or read from now on are where the groups want them; (parameter, its home until now) of
+        those for which that is another place."""
+        changed: list[tuple[Tensor, torch.device | None]] = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                wanted = torch.device("cpu") if self.leaves(group, p) and not sharding.is_sharded(p) else p.device
+                if state.home(p) != wanted:
+                    changed.append((p, None if state.home(p) == p.device else state.home(p)))
+                    state.settle(p, None if wanted == p.device else wanted)
+        return changed
+
     def step(self, optimizer: Optimizer, scaler: control.Scaler | None = None) -> None:
         """One update of every parameter that has a gradient, unless the scaler has found an infinity."""
         with torch.no_grad():
@@ -411,6 +423,8 @@ class Offload:
                             f"{state.label(p, name)} is a DTensor on {p.device}.  Let fully_shard keep it on the host "
                             f"(offload_policy=CPUOffloadPolicy()), or leave offload=True out"
                         )
+                    if leaves:
+                        optimizer._in_memory(p, g, name, False)
                     known.append((id(p), number, name, p.dtype, g.dtype, p.device, p.shape, leaves))
             position += len(group["params"])
         if known == self._known:

@@ -61,6 +61,9 @@ class Entry(NamedTuple):
 
 _UNCUT: frozenset[str] = frozenset()
 
+_PLAIN = (torch.nn.Parameter, Tensor)
+"""Classes of tensors that have memory of their own, if their storage has any."""
+
 
 class Ready(NamedTuple):
     """A bucket before its step: its tables (None: eager torch), scalars and step key, and what counts it then: its host
@@ -196,15 +199,33 @@ class Optimizer(torch.optim.Optimizer):
         self._reset_caches()
         self._rules = rules.Rules(type(self), overrides, module)
         self._blocks = of_rows.Rules(type(self), blocks, module) if self.BLOCKS else None
+        every = [given_rules for given_rules in (self._rules, self._blocks) if given_rules is not None]
+        if module is not None:
+            self._rules.tables = rules.Tables(module)
+            every[-1].tables = self._rules.tables
         self._all_given = False
         super().__init__(params, defaults)
         self._all_given = True
         self._refuse_shared_memory([], [])
         labels, found = [entry.name for entry in self._entries()], [entry.p for entry in self._entries()]
-        for given_rules in (self._rules, self._blocks):
-            if given_rules is not None and given_rules.rules:
+        for given_rules in every:
+            if given_rules.rules:
                 given_rules.refuse_unused(given_rules.members(found, labels))
+            given_rules.tables = None
         self._marks = marks.newest()
+        if module is not None:
+            self._say_lost_bits(module)
+
+    def _say_lost_bits(self, model: torch.nn.Module) -> None:
+        """Warns, once for a model, where it was sharded after it had been cast, which leaves what was kept behind."""
+        count = low_bits.lost(model)
+        if count:
+            warn(
+                f"{type(self).__name__}: the low bits that cast_model kept for {count} parameters did not come along "
+                f"when the model was sharded: it goes on from its rounded weights.  To keep them, take an fp32 state "
+                f"dict before the cast, and opt.load_master_state_dict(model, state_dict) after sharding",
+                type(self),
+            )
 
     def _reset_caches(self) -> None:
         """What is derived from parameters and groups, and neither copied nor pickled."""
@@ -243,6 +264,8 @@ class Optimizer(torch.optim.Optimizer):
             options.set_missing(group, self.defaults)
         for entry in self._entries():
             self._dtypes[id(entry.p)] = (entry.p, entry.p.dtype)
+        if any(group.get("offload") for group in self.param_groups):  # copies of parameters do not know their homes
+            self._offload.settle(self)
 
     def _bring_up(self) -> None:
         """Groups and states of an older version, as a pickle may hold them."""
@@ -293,6 +316,8 @@ class Optimizer(torch.optim.Optimizer):
         found |= self._rows(rows, tensors, names)
         self._refuse_vectors(tensors, {**group, **found}, names)
         self._refuse_layouts(tensors, {**group, **found}, names)
+        if self._release is not None:
+            self._release.refuse_released(p for p in tensors if p.requires_grad)
         super().add_param_group({**param_group, **found, "params": params})
         for p in tensors:
             self._dtypes[id(p)] = (p, p.dtype)
@@ -308,6 +333,11 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
             raise TypeError(f"{owner} does not support parameters of layout {p.layout}")
+        if state.wraps(p):
+            raise TypeError(
+                f"{owner} does not support parameters of class {type(p).__name__}: they stand for other tensors and "
+                f"have no memory that kernels could update; optimize those, or a plain copy"
+            )
         if state.overlaps(p):
             raise ValueError(
                 f"{owner}: a parameter of shape {list(p.shape)} and strides {list(p.stride())} is an expanded view or "
@@ -383,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
         of_group = kind(cls)
         if isinstance(given, Mapping):
             of_group = kind(cls, given, None if own is None else own.model)
+            of_group.tables = None if own is None else own.tables
         elif given is not None:
             recorded = dict(read(cls, given))
             extra = [label for label in recorded if label not in labels]
@@ -663,6 +694,7 @@ class Optimizer(torch.optim.Optimizer):
         broke_off = self._broke_off
         sharded = sharding.kind()
         missing = {} if sharded is None else self._gradients_elsewhere(sharded)
+        switched = any(flag.nonzero is not None for flag in self.FLAGS)
         for number, group in enumerate(self.param_groups):
             options.check_again(type(self), group)
             chosen: dict[tuple[torch.dtype, torch.device, str | None], Choice] = {}
@@ -684,7 +716,14 @@ class Optimizer(torch.optim.Optimizer):
                 name = start + i if names is None else names[i]
                 dtype, device, grad_dtype = p.dtype, p.device, g.dtype
                 known = dtypes.get(id(p))
-                if known is None or known[1] is not dtype or g.layout is not torch.strided or grad_dtype not in GRADS:
+                if (
+                    known is None
+                    or known[1] is not dtype
+                    or g.layout is not torch.strided
+                    or grad_dtype not in GRADS
+                    or g.shape != p.shape
+                    or g.device != device
+                ):
                     grad_dtype = self._check_pair(p, g, name)
                 if special:
                     own = special.get(name)
@@ -715,6 +754,8 @@ class Optimizer(torch.optim.Optimizer):
                     ready = step > 0
                     if variant.host_start:
                         host = tuple([self._host_state(n, v, entry, p, name) for n, v in variant.host_states])
+                if switched and ready and self._begins(group, variant, p, entry, name):
+                    ready = False
                 if (
                     bucket is None
                     or variant is not bucket.variant
@@ -735,8 +776,14 @@ class Optimizer(torch.optim.Optimizer):
                 if not ready:
                     fresh.append((bucket, len(bucket.params)))
                 if shard is not None:
-                    g = self._local_gradient(p, g, name)
-                    p, entry = sharding.local(p), sharding.locals_of(shard.owner)
+                    (p, g), entry = self._local_pair(p, g, name), sharding.locals_of(shard.owner)
+                if (
+                    type(g) is not Tensor
+                    or type(p) not in _PLAIN
+                    or not p.untyped_storage().nbytes()
+                    or not g.untyped_storage().nbytes()
+                ):
+                    g = self._in_memory(p, g, name, choice.backend == "reference")
                 bucket.shards.append(shard)
                 bucket.params.append(p)
                 bucket.grads.append(g)
@@ -764,7 +811,9 @@ class Optimizer(torch.optim.Optimizer):
         groups = self.param_groups
         rounded: list[tuple[Tensor, Tensor]] = []
         new = [
-            state.create(b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded)
+            state.create(
+                b.plan, b.variant, b.kept(i), b.states[i], arenas.get(b.group), groups[b.group], rounded, b.step
+            )
             for b, i in fresh
         ]
         shared.begin(self.state, new, [b.variant for b, _ in fresh])
@@ -774,11 +823,32 @@ class Optimizer(torch.optim.Optimizer):
             if shard is None:
                 states[b.params[i]] = entry
             else:
-                shard.owner.update(shard.parts.wrapped(entry))
+                added = {key: value for key, value in entry.items() if key == "step" or key not in shard.owner}
+                shard.owner.update(shard.parts.wrapped(added))
                 states[shard.p] = shard.owner
         whole.collect_states(buckets.values())
         weights.settle(rounded, [b.kept(i) for b, i in fresh])
         return list(buckets.values())
+
+    def _begins(
+        self, group: dict[str, Any], variant: Variant, p: Tensor, entry: state.State | None, name: str | int
+    ) -> bool:
+        """Whether the state of a parameter that has made steps lacks what a hyper-parameter asks for since it is not 0
+        any more.  RuntimeError where that would have had to begin with the first weight."""
+        if entry is None or variant.keys <= entry.keys():
+            return False
+        before = checkpoint.held(type(self), group, p, name, variant, entry)
+        if before is variant:  # something else is missing: the state does not fit
+            return False
+        late = [found for found in variant.states if found not in before.states]
+        if any(variant.init.get(found) == "param" for found in late):
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(p, name)} has made steps without {late[0]}, which "
+                f"begins with the weight before the first one: that is gone, make a new optimizer"
+            )
+        if control.capturing():
+            raise control.not_ready(state.label(p, name))
+        return bool(late)
 
     def _in_blocks(self, variant: Variant, p: Tensor, count: int | None, name: Label) -> Variant:
         """The variant for a parameter in so many blocks; ValueError where it does not fall into them."""
@@ -850,10 +920,10 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__}: {state.label(p, name)}, {where}: {error}") from None
         return sharding.Shard(p, parts.layout, position, entry if entry is not None else {}, parts, parts.gathered)
 
-    def _local_gradient(self, p: Any, g: Tensor, name: str | int) -> Tensor:
+    def _local_pair(self, p: Any, g: Tensor, name: str | int) -> tuple[Tensor, Tensor]:
         try:
-            return sharding.gradient(p, g)
-        except (TypeError, ValueError) as error:
+            return sharding.pair(p, g)
+        except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"{type(self).__name__}: {state.label(p, name)}: {error}") from None
 
     def _arenas(self, fresh: list[tuple[Bucket, int]]) -> dict[int, Arena]:
@@ -884,7 +954,29 @@ class Optimizer(torch.optim.Optimizer):
             )
         if not g.is_floating_point():
             raise TypeError(f"{type(self).__name__}: {state.label(p, name)} has a gradient of {dtype_name(g.dtype)}")
+        if g.shape != p.shape or g.device != p.device:  # torch looks when p.grad is set, not when p.data is
+            raise RuntimeError(
+                f"{type(self).__name__}: {state.label(p, name)} is on {p.device}, and its gradient is of shape "
+                f"{list(g.shape)} on {g.device}: the parameter was given other memory (p.data = ...) after backward; "
+                f"compute the gradient anew"
+            )
         return g.dtype if g.dtype in GRADS else torch.float32
+
+    def _in_memory(self, p: Tensor, g: Tensor, name: str | int, eager: bool) -> Tensor:
+        """The gradient, waited for; TypeError or RuntimeError where it or the parameter is at no address."""
+        g = sharding.waited(g)
+        for which, t in (("", p), ("the gradient of ", g)):
+            if state.wraps(t):
+                raise TypeError(
+                    f"{type(self).__name__}: {which}{state.label(p, name)} is of class {type(t).__name__}, which "
+                    f"stands for other tensors and has no memory of its own"
+                )
+            if not state.has_memory(t, eager):
+                raise RuntimeError(
+                    f"{type(self).__name__}: {which}{state.label(p, name)} has no memory: it was freed (its storage "
+                    f"was resized to 0, as what shards a model does between uses), or it never had any"
+                )
+        return g
 
     def _steps(self, variant: Variant, entry: state.State | None, p: Tensor, name: str | int) -> int:
         """The steps of a state that is new or was not made here; 0 where fields may still have to be filled in."""
@@ -945,7 +1037,7 @@ class Optimizer(torch.optim.Optimizer):
         accumulator: Callable[[list[Tensor]], Optimizer] | None = None,
         clip: float | None = None,
         clip_by: release.ClipBy = "norm",
-    ) -> release.Release:
+    ) -> release.Handle:
         """From now on each parameter is updated within backward, when its gradient is complete, which is then freed.
 
         model        only its parameters; None: all of this optimizer's
@@ -958,15 +1050,17 @@ class Optimizer(torch.optim.Optimizer):
 
         The training loop stays: `step()` then only updates what has a gradient left.  The bits are those of ordinary
         steps.  ValueError for rules that need sums over the model; NotImplementedError under DistributedDataParallel
-        and FSDP1.  A GradScaler is refused by the first `step()` it makes.
-        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.
+        and FSDP1; RuntimeError where another optimizer does it for one of the parameters.  A GradScaler is refused by
+        the first `step()` it makes.
+        Returns the handle: `remove()`, or leaving it as a context, restores ordinary steps.  An optimizer that is
+        deleted, and its handle with it, updates nothing any more.
         """
         self._refuse_in_evaluation("release_gradients()")
         self._see_marks()
         self._release = release.Release(
             self, model, accumulate=accumulate, accumulator=accumulator, clip=clip, clip_by=clip_by
         )
-        return self._release
+        return release.Handle(self, self._release)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; sums of micro-batches that are kept elsewhere go with the gradients."""
@@ -1045,7 +1139,13 @@ class Optimizer(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         with torch.no_grad():
-            loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            moved = self._offload.settle(self)
+            try:
+                loaded = checkpoint.read(type(self), self.param_groups, state_dict, self.state)
+            except BaseException:
+                for p, home in moved:
+                    state.settle(p, home)
+                raise
             self._replay, self._broke_off = replay.Keeper(), None
             weights.settle(loaded.rounded, loaded.states)
         self.state = defaultdict(dict, loaded.states)
@@ -1069,7 +1169,7 @@ class Optimizer(torch.optim.Optimizer):
             for entry in self._entries():
                 kept = self.state.get(entry.p)
                 if kept:
-                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
+                    _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
                     state.check(variant, entry.p, kept, entry.name)
                     dense[entry.position] = checkpoint.dense_entry(plan, variant, entry.p, kept)
         return {"state": dense, "param_groups": groups}
@@ -1099,7 +1199,7 @@ class Optimizer(torch.optim.Optimizer):
         kept = self.state.get(entry.p)
         if not kept:
             return weights.fresh(entry.p)
-        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name)
+        _, plan, variant = checkpoint.select(type(self), entry.group, entry.p, entry.name, kept)
         return weights.full(plan, variant, entry.p, kept, entry.name)
 
     def _trained_entries(self) -> dict[int, Entry]:
@@ -1116,6 +1216,7 @@ class Optimizer(torch.optim.Optimizer):
         a model none of whose parameters is this optimizer's.
         """
         self._refuse_in_evaluation("master_state_dict()")
+        self._say_lost_bits(model)
         owned = {key: functools.partial(self._full_weight, entry) for key, entry in self._trained_entries().items()}
         with torch.no_grad():
             return weights.of_model(model, type(self).__name__, owned)
@@ -1137,8 +1238,8 @@ class Optimizer(torch.optim.Optimizer):
             ready = []
             for p, value in found.owned:
                 entry = entries[id(p)]
-                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name)
                 kept = self.state.get(p)
+                _, plan, variant = checkpoint.select(type(self), entry.group, p, entry.name, kept or None)
                 if kept:
                     state.check(variant, p, kept, entry.name)
                 ready.append((plan, variant, p, kept, value, entry.group))

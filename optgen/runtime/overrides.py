@@ -113,11 +113,26 @@ class Rule:
         return id(member.p) in targets
 
 
+class Tables:
+    """What a model calls its parameters, and the classes of the modules that they are in, by id."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[int, list[str]] = {}
+        self.classes: dict[int, set[type]] = {}
+        for name, own in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(own), []).append(name)
+        for module in model.modules():
+            for inside in module.parameters():
+                self.classes.setdefault(id(inside), set()).add(type(module))
+
+
 class Rules:
     """All entries of `overrides`, in order, and the model that says what its parameters are called."""
 
     OPTION: ClassVar[str] = "overrides"
     EXAMPLE: ClassVar[str] = "{'*embed*': 'fp32'}"
+    tables: Tables | None = None
+    """Kept only while an optimizer is made: many groups ask, and each walk takes as long as the model is large."""
 
     def __init__(self, cls: type, given: Given = None, model: nn.Module | None = None) -> None:
         owner = cls.__name__
@@ -157,19 +172,13 @@ class Rules:
     def members(self, tensors: Sequence[Tensor], labels: Sequence[plans.Label]) -> list[Member]:
         """labels   what the optimizer calls them; positions are no names"""
         model = self.model
-        called = {id(p): [label] for p, label in zip(tensors, labels, strict=True) if isinstance(label, str)}
-        classes: dict[int, set[type]] | None = None
-        if model is not None:
-            classes = {}
-            for name, own in model.named_parameters(remove_duplicate=False):
-                called.setdefault(id(own), []).append(name)
-            for module in model.modules():
-                for inside in module.parameters():
-                    classes.setdefault(id(inside), set()).add(type(module))
+        tables = None if model is None else self.tables or Tables(model)
         made = []
-        for p in tensors:
-            names = dict.fromkeys(known for name in called.get(id(p), ()) for known in _called(name))
-            made.append(Member(p, tuple(names), None if classes is None else frozenset(classes.get(id(p), ()))))
+        for p, label in zip(tensors, labels, strict=True):
+            called = [label] if isinstance(label, str) else []
+            called += () if tables is None else tables.names.get(id(p), ())
+            names = dict.fromkeys(known for name in called for known in _called(name))
+            made.append(Member(p, tuple(names), None if tables is None else frozenset(tables.classes.get(id(p), ()))))
         return made
 
     def apply(self, members: Iterable[Member]) -> list[Any]:

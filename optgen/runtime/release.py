@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -129,8 +130,68 @@ def refuse_sums(optimizer: Optimizer, group: dict[str, Any], p: Tensor, name: st
     return variant
 
 
+class Hook:
+    """What torch calls with a parameter whose gradient is complete.  It keeps no optimizer alive: a parameter lives
+    longer than the optimizers that it had."""
+
+    __slots__ = ("_release",)
+
+    def __init__(self, release: Release) -> None:
+        self._release = weakref.ref(release)
+
+    def __call__(self, p: Tensor) -> None:
+        found = self._release()
+        if found is not None and found._optimizer() is not None:
+            found._complete(p)
+
+    def release(self) -> Release | None:
+        """Whose it is, as long as that is there."""
+        return self._release()
+
+
+def _unhook(hooks: dict[int, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+class Handle:
+    """What `Optimizer.release_gradients` returns, and what keeps its optimizer: also a context manager, which removes
+    the hooks at its end."""
+
+    def __init__(self, optimizer: Optimizer, release: Release) -> None:
+        self.optimizer, self._release = optimizer, release
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_release":  # of a copy that is not built yet
+            raise AttributeError(name)
+        return getattr(self._release, name)
+
+    def remove(self) -> None:
+        """Back to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
+        self._release.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact continuation needs beside the optimizer's state dict: the norm of the last step.
+
+        RuntimeError where sums of micro-batches are waiting: save between updates.
+        """
+        return self._release.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; TypeError for anything else."""
+        self._release.load_state_dict(state_dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
 class Release:
-    """What `Optimizer.release_gradients` returns: the hooks, until `remove()`; also a context manager.
+    """The hooks of an optimizer, until `remove()`, or until the optimizer is gone.
 
     accumulate  micro-batches whose gradients are summed before an update
     """
@@ -159,12 +220,13 @@ class Release:
         self._check_clip(owner, clip, clip_by)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"{owner}: model must be a torch.nn.Module or None, got {type(model).__name__}")
-        self.optimizer, self.accumulate = optimizer, count
+        self._optimizer, self.accumulate = weakref.ref(optimizer), count
         self._model, self._accumulator = model, accumulator
         self._clip, self._clip_by = None if clip is None else float(clip), clip_by
         self._lock = threading.RLock()  # backward runs a thread per device
         self._ones: dict[int, One] = {}
         self._hooks: dict[int, Any] = {}
+        weakref.finalize(self, _unhook, self._hooks).atexit = False
         self._norms: dict[int, Tensor] = {}
         self._previous: Tensor | None = None
         self._looked = False
@@ -172,6 +234,7 @@ class Release:
         wanted = self._wanted()
         if not wanted:
             raise ValueError(f"{owner}: no trainable parameter of this optimizer is in the model that was given")
+        self.refuse_released([p for p, *_ in wanted])
         ones = [One(optimizer, *found) for found in wanted]
         for one in ones:
             one.refresh(optimizer)
@@ -180,6 +243,27 @@ class Release:
         optimizer._replay = replay.Keeper()  # of steps over parameters that get theirs within backward now
         for one in ones:
             self._place(one)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Whose steps these are; it is there whenever this is asked for one."""
+        found = self._optimizer()
+        assert found is not None
+        return found
+
+    def refuse_released(self, params: Iterable[Tensor]) -> None:
+        """RuntimeError where another optimizer updates one of the parameters within backward: that one would free the
+        gradient, and this one would never see any."""
+        for p in params:
+            for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+                other = hook.release() if isinstance(hook, Hook) else None
+                owner = None if other is None or other is self else other._optimizer()
+                if owner is not None:
+                    raise RuntimeError(
+                        f"{type(self.optimizer).__name__}.release_gradients: the gradient of a parameter of shape "
+                        f"{list(p.shape)} is released to another optimizer already ({type(owner).__name__}), which "
+                        f"would go on to update it: remove() the handle of that call, or delete that optimizer, first"
+                    )
 
     @staticmethod
     def _check_clip(owner: str, clip: float | None, clip_by: str) -> None:
@@ -238,7 +322,7 @@ class Release:
         self._ones[id(p)] = one
         if id(p) not in self._hooks:
             register: Callable[..., Any] = p.register_post_accumulate_grad_hook
-            self._hooks[id(p)] = register(self._complete)
+            self._hooks[id(p)] = register(Hook(self))
 
     # -- within backward ------------------------------------------------------------------------------
 
@@ -312,6 +396,7 @@ class Release:
         with self._lock:
             wanted = self._wanted()
             left = self._ones.keys() - {id(p) for p, *_ in wanted}
+            self.refuse_released([p for p, *_ in wanted if id(p) not in self._ones])
             for p, number, place, name in wanted:
                 old = self._ones.get(id(p))
                 if old is not None and (old.number, old.place, old.name) == (number, place, name):
@@ -396,14 +481,6 @@ class Release:
             if self.optimizer._release is self:
                 self.optimizer._release = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
     # -- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -458,7 +535,7 @@ class Sums:
 
     def add(self, g: Tensor) -> None:
         """sum += g; g takes the new sum, rounded to its dtype."""
-        keeper = self._keeper
+        keeper, g = self._keeper, sharding.waited(g)
         weight = g.detach()
         weight.grad = g.detach()
         keeper.param_groups[0]["params"] = [weight]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from optgen.runtime import layout
-from optgen.runtime.records import Field, Matrix, Variant
+from optgen.runtime.records import Field, Matrix, Variant, dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,9 +62,13 @@ def local(x: Any) -> Any:
     if not is_sharded(x):
         return x
     with torch.no_grad():
-        part = x.to_local()
-    wait = getattr(part, "wait", None)  # a collective may still be under way
-    return part if wait is None else wait()
+        return waited(x.to_local())
+
+
+def waited(x: Any) -> Any:
+    """The result of a collective that may still be under way, which has no memory until then; all else as it is."""
+    wait = getattr(x, "wait", None)
+    return x if wait is None else wait()
 
 
 def locals_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -507,8 +511,9 @@ class Shard:
         return self.parts.gathered
 
 
-def gradient(p: DTensor, g: Any) -> Tensor:
-    """The part of a gradient on this rank, laid out as its parameter is; TypeError for a plain tensor."""
+def pair(p: DTensor, g: Any) -> tuple[Tensor, Tensor]:
+    """The parts of a parameter and its gradient on this rank, laid out alike; TypeError for a gradient that is a plain
+    tensor, RuntimeError where a part is of another dtype than its DTensor says, or the two are of different shapes."""
     if not is_sharded(g):
         raise TypeError("it is a DTensor, but its gradient is not")
     if g.device_mesh != p.device_mesh:
@@ -516,8 +521,21 @@ def gradient(p: DTensor, g: Any) -> Tensor:
     if tuple(g.placements) != tuple(p.placements):
         with torch.no_grad():
             g = g.redistribute(placements=p.placements)
+    here: Tensor = local(p)
     found: Tensor = local(g)
-    return found
+    for which, whole, part in (("it", p, here), ("its gradient", g, found)):
+        if part.dtype is not whole.dtype:
+            raise RuntimeError(
+                f"{which} is a DTensor of {dtype_name(whole.dtype)}, but its part on this rank is "
+                f"{dtype_name(part.dtype)}: its .data was set, which changes the DTensor and not the part; convert "
+                f"models of DTensors with model.to(dtype), or before they are sharded"
+            )
+    if here.shape != found.shape or here.device != found.device:
+        raise RuntimeError(
+            f"its part on this rank is of shape {list(here.shape)} on {here.device}, that of its gradient of shape "
+            f"{list(found.shape)} on {found.device}: it was given other memory after backward"
+        )
+    return here, found
 
 
 # -- what ranks send one another -------------------------------------------------------------------------
@@ -676,7 +694,7 @@ def agreed(params: Sequence[DTensor], made: Sequence[bool]) -> list[int]:
     for mesh, some in meshes.items():
         if mesh.get_coordinate() is None:
             continue
-        have = torch.tensor([found[i] for i in some], dtype=torch.uint8).to(mesh.device_type)
+        have = torch.tensor([found[i] for i in some], dtype=torch.uint8, device="cpu").to(mesh.device_type)
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -691,7 +709,7 @@ def anywhere(found: bool, params: Iterable[Any]) -> bool:
 
     for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
         if mesh.get_coordinate() is not None:
-            have = torch.tensor([found], dtype=torch.uint8).to(mesh.device_type)
+            have = torch.tensor([found], dtype=torch.uint8, device="cpu").to(mesh.device_type)
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1:
                     dist.all_reduce(have, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -701,6 +719,6 @@ def anywhere(found: bool, params: Iterable[Any]) -> bool:
 
 __all__ = [
     "Exchange", "Layout", "Parts", "Shard", "Sum", "Whole", "agreed", "anywhere", "chunk", "decode", "field_layout",
-    "gather", "gradient", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "part_of", "reduce",
-    "reduced", "region", "role", "serve", "wrapped",
+    "gather", "is_sharded", "kind", "layout_of", "local", "locals_of", "mode", "pair", "part_of", "reduce", "reduced",
+    "region", "role", "serve", "waited", "wrapped",
 ]  # fmt: skip

@@ -167,7 +167,7 @@ def moved(plan: Plan, table: Tensor) -> Plan:
 
 def _table(lines: list[list[int]], dense: list[list[int]], device: torch.device) -> Tensor:
     whole = [line + more for line, more in zip(lines, dense, strict=True)]
-    return torch.tensor(whole, dtype=torch.int64).to(device)
+    return torch.tensor(whole, dtype=torch.int64, device="cpu").to(device)
 
 
 class _Maker:
@@ -254,14 +254,14 @@ class _Maker:
 
     def _items(self, tensors: Sequence[int], counts: Sequence[int], step: int = 1) -> Tensor:
         """int32 (items, 2): for the tensors, numbers below their counts."""
-        each = torch.tensor([-(-count // step) for count in counts], dtype=torch.int64)
-        tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64), each)
+        each = torch.tensor([-(-count // step) for count in counts], dtype=torch.int64, device="cpu")
+        tensor = torch.repeat_interleave(torch.tensor(tensors, dtype=torch.int64, device="cpu"), each)
         before = torch.repeat_interleave(each.cumsum(0) - each, each)
-        number = (torch.arange(len(tensor)) - before) * step
+        number = (torch.arange(len(tensor), device="cpu") - before) * step
         return torch.stack((tensor, number), dim=1).to(torch.int32).to(self.device)
 
     def _small_table(self, lines: list[list[int]]) -> Tensor:
-        return torch.tensor(lines, dtype=torch.int64).to(self.device)
+        return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
 
     def _sweep(self, stage: Stage) -> None:
         if stage.matrices:
@@ -388,7 +388,7 @@ class _Maker:
         for lanes, lines in groups.items():
             if not lines:
                 continue
-            work = torch.tensor(lines, dtype=torch.int32).to(self.device)
+            work = torch.tensor(lines, dtype=torch.int32, device="cpu").to(self.device)
             constants = {"LANES": lanes} if only is None or len(stages) == 1 else {"LANES": lanes, "ROUND": only}
             self._add(stages[0].kernel, self.plan.table, work, BETWEEN, constants, scalars)
 

@@ -3,14 +3,16 @@ done) and the host states (floats)."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from optgen.runtime import layout, low_bits
+from optgen.runtime import layout, low_bits, sharding
 from optgen.runtime.arena import Arena, nbytes
 from optgen.runtime.records import Field, Variant, as_float, dtype_name
 
@@ -32,6 +34,17 @@ def home(p: Tensor) -> torch.device:
     """Where the states of p are: with it, unless they were settled elsewhere."""
     found: torch.device = getattr(p, _HOME, p.device)
     return found
+
+
+def at_home(p: Tensor) -> Tensor:
+    """p, or a copy of it where its states are; one of zeros where it has no values."""
+    device = home(p)
+    if device == p.device:
+        return p
+    made = torch.zeros_like(p, device=device) if p.is_meta else p.detach().to(device)
+    if low_bits.ATTRIBUTE in p.__dict__:
+        setattr(made, low_bits.ATTRIBUTE, p.__dict__[low_bits.ATTRIBUTE])
+    return made
 
 
 def overlaps(p: Tensor) -> bool:
@@ -114,6 +127,21 @@ def _beside(a: Tensor, b: Tensor, first: int) -> bool:
     return len(pitches) == 1 and low_end <= high and high_end <= max(pitches)
 
 
+def wraps(t: Any) -> bool:
+    """Whether a tensor stands for others, whose memory is not its own; DTensors, whose parts are known, aside."""
+    return is_traceable_wrapper_subclass(t) and not sharding.is_sharded(t)
+
+
+def has_memory(t: Tensor, eager: bool) -> bool:
+    """Whether kernels may read a tensor at its address; eager torch also takes those that have none by nature."""
+    if not t.numel() or t.device.type == "meta":  # of the latter, kernels are refused by name
+        return True
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    if fake is not None and isinstance(t, fake):
+        return eager
+    return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr())
+
+
 def describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)} {list(shape)}"
 
@@ -131,15 +159,17 @@ def create(
     arena: Arena | None = None,
     hypers: Mapping[str, Any] | None = None,
     rounded: list[tuple[Tensor, Tensor]] | None = None,
+    step: Any = 0,
 ) -> State:
     """A state before the first step; what `present` already holds stays as it is.
 
     Fields of the weight, and of states with a first value of their own, are encoded; the rest is zero.
     Fields on the CPU are laid into the arena, where one is given.
     rounded   gets (p, what p has to hold) where the weight has low bits kept for it; the caller writes it
+    step      steps done, where only what a flag asks for from now on is missing
     """
     state: State = dict(present)
-    state["step"] = 0
+    state["step"] = step
     for name, value in variant.host_states:
         state.setdefault(name, value)
     missing = [f for f in variant.fields if f.name not in state]

@@ -111,7 +111,7 @@ def make(variant: Variant, shapes: Sequence[torch.Size], device: torch.device, d
         return Workspace(memory, columns, offsets)
     said = [(len(one), sum(one), *one) for one in dims]
     starts = itertools.accumulate((len(one) for one in said), initial=0)
-    told = torch.tensor([x for one in said for x in one], dtype=torch.int64).to(device)
+    told = torch.tensor([x for one in said for x in one], dtype=torch.int64, device="cpu").to(device)
     axes = tuple(told.data_ptr() + 8 * start for start, _ in zip(starts, said, strict=False))
     return Workspace(memory, columns, offsets, None, axes, told)
 
