@@ -46,3 +46,16 @@ def test_the_check_passes_where_both_sides_are_the_same() -> None:
 def test_the_check_sees_a_step_that_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "record", lambda device: lambda work: lambda: None)
     assert all("step 1: tensor 0 is not" in outcome.problems[0] for outcome in graphs.check(torch.device("cpu")))
+
+
+class Refused(Exception):
+    """As Triton's errors are: of no kind but Exception."""
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_of_any_kind_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object) -> None:
+        raise Refused("out of registers")
+
+    monkeypatch.setattr(graphs, "_check_one", refuse)
+    assert [o.problems for o in graphs.check(torch.device("cpu"))] == [["Refused: out of registers"]] * 2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from gpu import bench, catalog, compare, contenders, correct, machine, report, shapes, stages  # noqa: E402
+import gpu_check  # noqa: E402
+from gpu import (  # noqa: E402
+    bench,
+    catalog,
+    compare,
+    contenders,
+    correct,
+    jobs,
+    machine,
+    moves,
+    report,
+    shapes,
+    stages,
+    workers,
+)
 
 from optgen.runtime import eager, launch, sums  # noqa: E402
 
@@ -51,6 +68,17 @@ def test_options_bring_about_the_flags() -> None:
         side = correct.Side(case, [correct.Shape((5000,))], [torch.zeros(5000)], "reference", torch.device("cpu"))
         assert side.select(p)[1] in catalog.variants(case), case
         assert isinstance(side.optimizer, cls)
+
+
+def test_every_kernel_has_a_rule_to_be_held_to() -> None:
+    """Also those whose flags follow a tensor's shape, as Muon's, or the step, as Lookahead's; both are stepped."""
+    for case in catalog.cases():
+        for variant in catalog.variants(case):
+            assert compare.Rule.of(catalog.generated_class(case.cls), tuple(variant.flags.items())), variant.function
+    case = next(iter(catalog.cases(["lookahead_adamw.fp32.float32"])))
+    side = correct.Side(case, correct.TINY[:1], [torch.zeros(4353)], "reference", torch.device("cpu"))
+    found = {side.stepped(0, step)[1] for step in range(1, correct.STEPS + 1)}
+    assert found == {v for v in catalog.variants(case) if not v.small}
 
 
 def test_rules_of_several_sweeps_are_compared_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +348,59 @@ def test_a_contender_that_fails_is_left_out_and_said_to_be() -> None:
     assert section["elements"] == 24
 
 
+class Breaking:
+    """An optimizer whose steps end in an error from a number on."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 6])  # at the first step, before anything is timed, and in the second round
+def test_a_contender_that_fails_later_on_costs_nobody_else_a_row(steps: int) -> None:
+    plan = bench.Plan("small", "Small", [(8,), (4, 4)], 3, in_a_row=1, warm_up=1, copy_bytes=64)
+    bad = contenders.Contender("bad", "adamw", FP32, 12.0, 8.0, lambda params: Breaking(steps))
+    entrants = [contender("good", 4, FP32), bad, contender("other", 4, FP32)]
+    section = bench.race(plan, entrants, bench.Timer(torch.device("cpu")), machine.Clock(100))
+    assert [r["name"] for r in section["rows"]] == ["good", "other"]
+    assert section["left_out"] == {"bad": "OutOfMemoryError: CUDA out of memory"}
+    assert [r["device_ms"]["n"] for r in section["rows"]] == [3, 3]
+
+
+def test_rows_are_kept_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bench.Plan("small", "Small", [(8,)], 2, warm_up=1, copy_bytes=64)
+    entrants = [contender("one", 4, FP32), contender("two", 4, FP32, family="lion")]
+    made, kept = [], []
+
+    def once(size: int, device: torch.device) -> contenders.Copying:
+        made.append(size)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return contenders.Copying(size, device)
+
+    monkeypatch.setattr(bench, "Copying", once)
+    timer, clock = bench.Timer(torch.device("cpu")), machine.Clock(100)
+    keep = lambda section: kept.append(json.loads(json.dumps(section)))  # noqa: E731
+    section = bench.race(plan, entrants, timer, clock, keep=keep)
+    assert [r["name"] for r in kept[0]["rows"]] == [r["name"] for r in section["rows"]] == ["one"]
+    assert section["left_out"] == {"two": "OutOfMemoryError: CUDA out of memory"}
+    assert kept[0]["copy_tb_s"]["n"] == 2
+
+    broken = contenders.Contender("broken", "adamw", FP32, 12.0, 8.0, lambda params: Breaking(3))
+    tuned = bench.tune([entrants[0], broken], 64, 2, timer, clock, [], keep)
+    assert [[r["name"] for r in x["rows"]] for x in kept[-2:]] == [["one"], ["one"]]
+    assert tuned["left_out"] == {"broken": "OutOfMemoryError: CUDA out of memory"}
+    assert "Left out: broken (OutOfMemoryError" in "\n".join(report._tune(tuned))
+
+
+def test_what_is_copied_cannot_be_compressed() -> None:
+    assert len(contenders.Copying(2**16, torch.device("cpu")).source.unique()) == 256
+
+
 def test_ratios_are_medians_of_rounds() -> None:
     """A round in which the machine was slow for all changes no ratio."""
     plan = bench.Plan("small", "Small", [(10,)], 3)
@@ -368,6 +449,182 @@ def test_tables_are_markdown() -> None:
 
 def test_machine_names_make_file_names() -> None:
     assert machine.slug("NVIDIA H200") == "nvidia-h200"
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+WORK = """
+import os, time
+from pathlib import Path
+
+def work(job):
+    what, path = job
+    if what == "raise":
+        raise ValueError("no such kernel")
+    if what == "hang":
+        time.sleep(1000)
+    if what == "end" or (what == "end once" and not Path(path).exists()):
+        Path(path).touch()
+        os._exit(3)
+    return (what, os.getpid()), what != "lost"
+"""
+
+
+def test_a_process_that_is_lost_costs_nobody_else_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_work.py").write_text(WORK, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    work = importlib.import_module("some_work").work
+    kinds = ["lost", "fine", "raise", "end", "end once", "hang", *["fine"] * 5]
+    wanted = [(kind, str(tmp_path / f"{k}")) for k, kind in enumerate(kinds)]
+    found = dict(workers.each(work, wanted, 2, time.monotonic() + 500, longest=10))
+    assert set(found) == set(wanted)
+    results = {kind: [found[job] for job in wanted if job[0] == kind] for kind in kinds}
+    assert [r[0] for r in results["fine"]] == ["fine"] * 6 and results["end once"][0][0] == "end once"
+    assert results["raise"][0].why == "ValueError: no such kernel"
+    assert results["end"][0].why == "the process that ran it ended" and results["hang"][0].why == "not done after 10 s"
+    # Whoever has said that it is lost is given nothing more.
+    assert results["lost"][0][1] not in {r[1] for r in results["fine"]}
+    assert list(workers.each(work, wanted, 2, time.monotonic(), longest=10)) == []
+
+
+def test_a_process_that_keeps_its_context_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(outcome: Any) -> jobs.Job:
+        return jobs.Job("stages", "here", lambda: outcome, (), 0)
+
+    right, wrong = stages.Staged("here"), stages.Staged("here", ["a bit differs"])
+    monkeypatch.setattr(jobs, "alive", lambda: False)
+    assert jobs.run(job(right)) == (right, True) and jobs.run(job(wrong)) == (wrong, False)
+    monkeypatch.setattr(jobs, "alive", lambda: True)
+    assert jobs.run(job(wrong)) == (wrong, True)
+    assert job(right).failed("the process ended") == stages.Staged("here", ["the process ended"])
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def ran(problems: tuple[str, ...] = ()) -> Any:
+    return lambda part, case: jobs.PARTS[part](case, problems=list(problems))
+
+
+def job(part: str, case: str, *problems: str) -> jobs.Job:
+    return jobs.Job(part, case, ran(problems), (part, case), 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a check whose halves are stand-ins; gives its exit code and report."""
+    monkeypatch.setattr(report, "picture", lambda data, path: False)
+
+    def do(bench_: Any, todo: list[jobs.Job] | Exception, *given: str) -> tuple[int, dict[str, Any], str]:
+        def listed(self: Any) -> list[jobs.Job]:
+            if isinstance(todo, Exception):
+                raise todo
+            return todo
+
+        monkeypatch.setattr(gpu_check.Check, "bench", bench_)
+        monkeypatch.setattr(gpu_check.Check, "todo", listed)
+        chosen = gpu_check.arguments(["--device", "cpu", "--out", str(tmp_path / "out"), *given])
+        check = gpu_check.Check(chosen)
+        for path in chosen.merge:
+            check.merge(path)
+        code = check.run()
+        return code, report_in(tmp_path / "out"), check.path.with_suffix(".md").read_text(encoding="utf-8")
+
+    return do
+
+
+SECTION = {"title": "One large tensor", "tensors": 1, "elements": 5, "copy_tb_s": None, "rows": [], "left_out": {}}
+ONE_OF_EACH = {"correctness": "adamw.fp32", "stages": "lamb.fp32", "graphs": "AdamW", "moves": "a checkpoint"}
+ALL = [job(part, case) for part, case in ONE_OF_EACH.items()]
+
+
+def test_benchmarks_come_first_and_end_nothing(run: Any) -> None:
+    seen = []
+
+    def bench_(self: Any) -> None:
+        seen.append("correctness" in self.data)
+        self.keep("tensor", SECTION)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    code, data, page = run(bench_, ALL)
+    assert (code, seen) == (0, [False]) and data["tensor"] == SECTION
+    assert "illegal memory access" in data["bench_error"] and "illegal memory access" in page
+    assert data["correctness"]["ok"] and "## CUDA graphs\n\n1 of 1 settings give" in page
+    assert "## Between device and host\n\n1 of 1 checks" in page
+
+
+@pytest.mark.parametrize("part", ["correctness", "stages", "graphs", "moves"])
+def test_what_is_wrong_or_was_not_run_decides(run: Any, part: str) -> None:
+    code, data, page = run(lambda self: None, [*ALL, job(part, "another", "it is wrong")])
+    assert code == 1 and "**another**: it is wrong" in page
+    assert data[part]["outcomes"][-1]["problems"] == ["it is wrong"]
+    code, data, page = run(lambda self: None, ALL, "--budget", "0")
+    assert code == 1 and all(len(data[part]["not_run"]) == 1 for part in jobs.PARTS)
+    assert "0 of 1 settings give the bits of steps outside a graph when they are replayed; 1 not run." in page
+    assert "- not run: a checkpoint" in page
+
+
+def test_whatever_ends_a_run_what_was_measured_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = lambda self: self.keep("tensor", SECTION)  # noqa: E731
+    code, data, page = run(keep, OSError("no file descriptors left"))
+    assert code == 1 and "no file descriptors left" in data["correctness_error"] and "## One large tensor" in page
+
+    def fail(data: Any, path: Any) -> bool:
+        raise ValueError("no such font")
+
+    monkeypatch.setattr(report, "picture", fail)
+    code, data, page = run(keep, ALL)
+    assert code == 0 and "correctness_error" not in data and "## One large tensor" in page
+
+    def interrupt(self: Any) -> None:
+        self.keep("gpt2", SECTION)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(interrupt, ALL)
+    code, data, page = run(keep, ALL, "--only", "correctness")
+    assert data["gpt2"] == SECTION
+
+
+def test_two_halves_make_one_report(run: Any, tmp_path: Path) -> None:
+    _, data, _ = run(lambda self: self.keep("tensor", SECTION), ALL, "--only", "bench")
+    assert "correctness" not in data
+    other = tmp_path / "other.json"
+    report.write_json(other, {**data, "tensor": {**SECTION, "elements": 7}, "gpt2": SECTION})
+    (tmp_path / "out" / next(iter((tmp_path / "out").glob("*.json"))).name).unlink()
+    code, data, _ = run(lambda self: None, ALL, "--only", "correctness", "--merge", str(other))
+    assert code == 0 and data["tensor"]["elements"] == 7 and {"gpt2", "correctness", "graphs"} <= set(data)
+    report.write_json(other, {**data, "machine": {**data["machine"], "device": "another"}})
+    with pytest.raises(ValueError, match="another device"):
+        run(lambda self: None, ALL, "--merge", str(other))
+
+
+def test_a_run_that_is_cut_short_has_seen_something_of_everything() -> None:
+    listed = [*jobs.of_cases(catalog.cases(), "cpu", True), *jobs.of_stages("cpu"), *jobs.of_graphs("cpu")]
+    found = jobs.in_order([*listed, *jobs.of_moves("cpu")])
+    assert len({(j.part, j.case) for j in found}) == len(found) and found[0].case.startswith("adamw.")
+    assert {j.part for j in found[: len(found) // 4]} == set(jobs.PARTS)
+    assert {j.case.split(".")[0] for j in found if j.urgent == 0} == set(catalog.FIRST)
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", moves.CHECKS)
+def test_states_that_change_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both places are the CPU here; and a side that begins with other weights is found out."""
+    assert moves.check_one(name, torch.device("cpu")).problems == []
+    made, plain = [], moves._step
+
+    def other(optimizer: Any, params: Any, step: int) -> None:
+        if optimizer not in made:
+            made.append(optimizer)
+        with torch.no_grad():
+            params[0][0, 0] += len(made)
+        plain(optimizer, params, step)
+
+    monkeypatch.setattr(moves, "_step", other)
+    assert any("tensor 0 (96, 80)" in problem for problem in moves.check_one(name, torch.device("cpu")).problems)
 
 
 # Dry runs -------------------------------------------------------------------------------------------------------------
@@ -425,6 +682,17 @@ def test_a_wrong_kernel_fails(tmp_path: Path, interpreter: dict[str, str]) -> No
     found = report_in(tmp_path)["correctness"]
     assert not found["ok"] and any(p.startswith("exp_avg of ") for p in found["failed"][0]["problems"])
     assert "FAILED lion.fp32.float32" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lookahead_adamw.fp32.float32", "muon.fp32.float32.adamw"])
+def test_kernels_that_follow_the_shape_or_the_step_pass(
+    name: str, tmp_path: Path, interpreter: dict[str, str]
+) -> None:
+    given = ["--only", "correctness", "--kernels", name, "--budget", "4000"]
+    (tmp_path / "out").mkdir()
+    done = dry_run(tmp_path / "out", *given, environment=interpreter)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -5,21 +5,23 @@
     python3 tools/gpu_check.py --quick        default flags, fewer rounds
     python3 tools/gpu_check.py --tune         also which launch settings are fastest
 
-Needs torch and Triton, and generated/ as committed; nothing of the compiler is imported.  Writes
-docs/benchmarks/<device>_<date>.json after every section, and .md and .png at the end.  The exit code is 0 where
-every kernel is correct, 1 where one is not or could not be checked, 2 for a wrong call; times never change it.
+Benchmarks come first, in this process, whose CUDA context nothing has harmed yet; whatever is checked runs in processes
+of its own and may cost them theirs.  What there is no time for is named in the report.
+
+Needs torch and Triton, and generated/ as committed; nothing of the compiler is imported, but for rules of several
+sweeps.  Writes docs/benchmarks/<device>_<date>.json as it goes, and .md and .png at the end.  Two runs, each of one
+half, make one report on the same day or with --merge.  The exit code is 0 where every kernel is correct, 1 where one is
+not or could not be checked, 2 for a wrong call; times never change it.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,16 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
 
 BUDGET = 450.0
-CORRECTNESS_SHARE = 0.6  # of the budget, at most, where benchmarks follow
+BENCH_SHARE = 0.45  # of the budget, at most, where checks follow
+AHEAD_SHARE = 0.5  # of what benchmarks have left, at most, for compiling what they time
 JOBS = 16  # processes that check: each has a CUDA context of about half a GiB, and compiles on one core
 FULL = {"tensor": 30, "gpt2": 30, "llama_8b": 10, "tune": 9}
 QUICK = {"tensor": 10, "gpt2": 10, "llama_8b": 5, "tune": 5}
 DRY = {"tensor": 2, "gpt2": 2, "llama_8b": 2, "tune": 2}
 DRY_ENTRANTS = ("AdamW int8_split24", "AdamW fp32", "torch fused AdamW fp32")
+
+
+MERGE = "another run's report on such a machine: what this run leaves out is taken from there"
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -47,6 +53,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="also compare launch settings")
     parser.add_argument("--no-llama", action="store_true", help="leave out the 8B list (60 to 120 GiB)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the reports")
+    parser.add_argument("--merge", type=Path, action="append", default=[], metavar="JSON", help=MERGE)
     parser.add_argument("--json", action="store_true", help="print the report as JSON on the last line")
     parser.add_argument("--jobs", type=int, default=0, help="processes that check; 0: as the machine allows")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is started")
@@ -72,7 +79,14 @@ def main(given: Sequence[str] | None = None) -> int:
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    return Check(chosen).run()
+    check = Check(chosen)
+    try:
+        for path in chosen.merge:
+            check.merge(path)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return check.run()
 
 
 def unusable(device: str) -> str | None:
@@ -109,19 +123,45 @@ class Check:
         self.data: dict[str, Any] = earlier if earlier.get("machine") == self.machine else {"machine": self.machine}
         self.clock.say(f"{self.machine['device']}, torch {self.machine['torch']}, triton {self.machine['triton']}")
 
+    def merge(self, path: Path) -> None:
+        """Sections of another run's report; those that are made here take their place."""
+        from gpu import report
+
+        other = report.read_json(path)
+        for key in ("device", "torch", "triton"):
+            if (other.get("machine") or {}).get(key) != self.machine[key]:
+                raise ValueError(f"{path} is no report of such a machine: another {key}")
+        self.data = {**other, **self.data}
+
     def run(self) -> int:
         correct = True
-        if self.chosen.only != "bench":
-            correct = self.correctness()
-        if self.chosen.only != "correctness":
-            try:
-                self.bench()
-            except Exception as error:  # times must never decide
-                self.data["bench_error"] = f"{type(error).__name__}: {error}"[:500]
-                self.clock.say(f"benchmarks ended early: {self.data['bench_error']}")
-                self.save()
-        self.finish()
+        try:
+            if self.chosen.only != "correctness":
+                self.part("bench", self.bench)  # times must never decide
+                self.part("room", self.make_room)
+            if self.chosen.only != "bench":
+                correct = self.part("correctness", self.correctness) is True
+        finally:
+            self.finish()
         return 0 if correct else 1
+
+    def make_room(self) -> None:
+        """What benchmarks leave in this process' pool is for the processes that check."""
+        import torch
+        from gpu import bench
+
+        bench.free_memory(torch.device(self.chosen.device))
+
+    def part(self, name: str, make: Callable[[], object]) -> object:
+        """What `make` returns; None where an error ends it, of which the report says."""
+        self.data.pop(f"{name}_error", None)
+        try:
+            return make()
+        except Exception as error:
+            self.data[f"{name}_error"] = f"{type(error).__name__}: {error}"[:500]
+            self.clock.say(f"{name} ended early: {self.data[f'{name}_error']}")
+            self.save()
+        return None
 
     def save(self) -> None:
         from gpu import report
@@ -129,16 +169,24 @@ class Check:
         report.write_json(self.path, self.data)
 
     def finish(self) -> None:
+        """Writes everything; the picture last, whose library may fail in ways of its own."""
         import json
 
         from gpu import report
 
         self.data["seconds"] = round(self.clock.elapsed, 1)
-        image = self.path.with_suffix(".png")
-        drawn = report.picture(self.data, image)
-        text = report.markdown(self.data, image.name if drawn else None)
-        self.path.with_suffix(".md").write_text(text, encoding="utf-8")
         self.save()
+        page, image = self.path.with_suffix(".md"), self.path.with_suffix(".png")
+        text = report.markdown(self.data, None)
+        page.write_text(text, encoding="utf-8")
+        drawn = False
+        try:
+            drawn = report.picture(self.data, image)
+        except Exception as error:
+            self.clock.say(f"no picture: {type(error).__name__}: {error}"[:500])
+        if drawn:
+            text = report.markdown(self.data, image.name)
+            page.write_text(text, encoding="utf-8")
         print("\n" + text, flush=True)
         print(f"written: {self.path} and .md" + (" and .png" if drawn else ""), flush=True)
         if self.chosen.json:
@@ -147,125 +195,97 @@ class Check:
     # -- correctness --------------------------------------------------------------------------------------------
 
     def correctness(self) -> bool:
-        from gpu import catalog
+        """Whether everything was checked and is right."""
+        from gpu import jobs
 
-        cases = catalog.cases(self.chosen.kernels, quick=self.chosen.quick)
+        todo = jobs.in_order(self.todo())
+        found: dict[tuple[str, str], Any] = {}
         started = self.clock.elapsed
-        limit = self.chosen.budget * (1.0 if self.chosen.only == "correctness" else CORRECTNESS_SHARE)
-        outcomes: dict[str, Any] = {}
-        self.clock.say(f"correctness: {len(cases)} settings")
-        for outcome in self.outcomes(cases, limit):
-            outcomes[outcome.case] = outcome
+        self.clock.say(f"correctness: {len(todo)} checks")
+        right = self.note(todo, found, started)
+        for job, outcome in self.outcomes(todo):
+            found[job.part, job.case] = outcome
             if outcome.problems:
-                self.clock.say(f"FAILED {outcome.case}: {outcome.problems[0]}")
-            if len(outcomes) % 40 == 0:
-                self.clock.say(f"correctness: {len(outcomes)} of {len(cases)}")
-                self.note_correctness(cases, outcomes, started)
+                self.clock.say(f"FAILED {job.case} ({job.part}): {outcome.problems[0]}")
+            if len(found) % 40 == 0:
+                self.clock.say(f"correctness: {len(found)} of {len(todo)}")
+                self.note(todo, found, started)
+        right = self.note(todo, found, started)
+        self.clock.say(f"correctness: {self.data['correctness']['summary']}")
+        if len(found) < len(todo):
+            self.clock.say(f"correctness: no time left for {len(todo) - len(found)} checks")
+        return right
+
+    def todo(self) -> list[Any]:
+        """All that is asked for."""
+        from gpu import catalog, correct, jobs
+
+        device = self.chosen.device
+        found = jobs.of_cases(catalog.cases(self.chosen.kernels, quick=self.chosen.quick), device, self.dry)
+        if not found:
+            raise ValueError("no kernels of such names")
         if self.chosen.huge:
-            outcome = self.huge()
-            outcomes[outcome.case] = outcome
-        right = self.note_correctness(cases, outcomes, started)
-        right = self.stages(limit - (self.clock.elapsed - started)) and right
-        return self.graphs() and right
+            case = correct.huge_case()
+            if case is None:
+                raise ValueError("no plan without random numbers was built, for a huge tensor")
+            found.append(jobs.of_huge(case, device, 2**14 + 17 if self.dry else correct.HUGE))
+        if not self.chosen.kernels:
+            found += [*jobs.of_stages(device), *jobs.of_graphs(device), *jobs.of_moves(device)]
+        return found
 
-    def graphs(self) -> bool:
-        """Steps captured in CUDA graphs and replayed."""
-        import torch
-        from gpu import graphs
+    def note(self, todo: Sequence[Any], found: dict[tuple[str, str], Any], started: float) -> bool:
+        """Writes what is known so far, part by part; whether all of it is right and complete."""
+        from gpu import jobs
 
-        if self.chosen.kernels or self.dry:
-            return True
-        done = list(graphs.check(torch.device(self.chosen.device)))
-        for outcome in done:
-            if outcome.problems:
-                self.clock.say(f"FAILED graph of {outcome.case}: {outcome.problems[0]}")
-        self.data["graphs"] = [asdict(outcome) for outcome in done]
+        right = True
+        for part in jobs.PARTS:
+            names = [job.case for job in todo if job.part == part]
+            outcomes = [found[part, name] for name in names if (part, name) in found]
+            missing = [name for name in names if (part, name) not in found]
+            right = right and not missing and not any(o.problems for o in outcomes)
+            if part == "correctness":
+                self.note_kernels(outcomes, missing, started)
+            elif names:
+                self.data[part] = {"outcomes": [asdict(o) for o in outcomes], "not_run": missing}
         self.save()
-        right = sum(not outcome.problems for outcome in done)
-        self.clock.say(f"CUDA graphs: {right} of {len(done)} give the bits of steps outside a graph")
-        return right == len(done)
+        return right
 
-    def stages(self, limit: float) -> bool:
-        """Rules of several sweeps, in the seconds that are left."""
-        import torch
-        from gpu import stages
-
-        if self.chosen.kernels:
-            return True
-        done = []
-        for outcome in stages.check(torch.device(self.chosen.device), max(limit, 0.2 * self.chosen.budget)):
-            done.append(outcome)
-            if outcome.problems:
-                self.clock.say(f"FAILED {outcome.case}: {outcome.problems[0]}")
-            self.data["stages"] = {
-                "ran": len(done),
-                "of": len(stages.settings()),
-                "outcomes": [asdict(o) for o in done],
-            }
-            self.save()
-        right = sum(not o.problems for o in done)
-        self.clock.say(f"several sweeps: {right} of {len(done)} settings have the reference's bits")
-        return right == len(done)
-
-    def note_correctness(self, cases: Sequence[Any], outcomes: dict[str, Any], started: float) -> bool:
-        """Writes what is known so far; whether all of it is right and complete."""
-        missing = [str(case) for case in cases if str(case) not in outcomes]
-        failed = [o for o in outcomes.values() if not o.ok]
-        kernels = {name for o in outcomes.values() if o.ok for name in o.kernels}
+    def note_kernels(self, outcomes: Sequence[Any], missing: Sequence[str], started: float) -> None:
+        failed = [o for o in outcomes if not o.ok]
+        kernels = {name for o in outcomes if o.ok for name in o.kernels}
         worst: dict[str, float] = {}
-        for o in outcomes.values():
+        for o in outcomes:
             for name, value in o.worst.items():
                 key = f"{o.case}: {name}"
                 worst[key] = max(worst.get(key, 0.0), value)
-        elements = sum(o.elements for o in outcomes.values())
+        elements = sum(o.elements for o in outcomes)
         words = f"{len(outcomes) - len(failed)} of {len(outcomes) + len(missing)} settings agree with the reference"
         words += f": {len(kernels)} kernels, {elements:,} elements compared"
         words += f"; {len(failed)} failed" * bool(failed) + f"; {len(missing)} not run" * bool(missing) + "."
         self.data["correctness"] = {
             "summary": words,
-            "ok": not failed and not missing and bool(cases),
+            "ok": not failed and not missing,
             "quick": self.chosen.quick,
             "failed": [asdict(o) for o in failed],
-            "not_run": missing,
+            "not_run": list(missing),
             "worst": dict(sorted(worst.items(), key=lambda item: -item[1])[:40]),
-            "outcomes": [asdict(o) for o in outcomes.values()],
+            "outcomes": [asdict(o) for o in outcomes],
             "seconds": round(self.clock.elapsed - started, 1),
         }
-        self.save()
-        if len(outcomes) >= len(cases):
-            self.clock.say(f"correctness: {words}")
-        return bool(self.data["correctness"]["ok"])
 
-    def outcomes(self, cases: Sequence[Any], limit: float) -> Iterator[Any]:
-        """Each case's outcome as it comes; what a broken process could not run is given to fresh ones, twice."""
-        from gpu import correct
+    def outcomes(self, todo: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """(job, its outcome) as they come, while there is time."""
+        from gpu import jobs, workers
 
-        check = functools.partial(correct.check, device_name=self.chosen.device, tiny=self.dry)
-        if self.jobs == 1:
-            for case in cases:
-                if self.clock.elapsed > limit:
+        if self.jobs == 1 and self.dry:
+            for job in todo:
+                if self.clock.left <= 0:
                     return
-                yield check(case)
+                yield job, jobs.run(job)[0]
             return
-        again: list[Any] = list(cases)
-        for jobs in (self.jobs, self.jobs, 1):
-            with self.pool(jobs) as pool:
-                running = {pool.submit(check, case): case for case in again}
-                again = []
-                try:
-                    for future in as_completed(running, timeout=max(limit - self.clock.elapsed, 1.0)):
-                        error = future.exception()
-                        if error is not None or future.result().retry:
-                            again.append(running[future])
-                        else:
-                            yield future.result()
-                except TimeoutError:
-                    self.clock.say("correctness: no time left")
-                    return
-            if not again:
-                return
-        for case in again:
-            yield correct.Outcome(str(case), problems=["the process that ran it ended"])
+        longest = math.inf if self.dry else jobs.LONGEST
+        for job, result in workers.each(jobs.run, todo, self.jobs, self.clock.end, longest):
+            yield job, job.failed(result.why) if isinstance(result, workers.Lost) else result
 
     @property
     def jobs(self) -> int:
@@ -273,46 +293,15 @@ class Check:
 
         return self.chosen.jobs or (1 if self.dry else min(machine.cores(), JOBS))
 
-    @contextmanager
-    def pool(self, jobs: int) -> Iterator[ProcessPoolExecutor]:
-        """Processes with a CUDA context each; those still busy at the end are ended."""
-        pool = ProcessPoolExecutor(
-            jobs,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(list(sys.path),),
-        )
-        try:
-            yield pool
-        finally:
-            workers = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                worker.terminate()
-            for worker in workers:
-                worker.join(5)
-
-    def huge(self) -> Any:
-        import torch
-        from gpu import correct
-
-        case = correct.huge_case()
-        if case is None:
-            return correct.Outcome("huge", problems=["no plan without random numbers was built"])
-        numel = {"numel": 2**14 + 17} if self.dry else {}
-        try:
-            outcome = correct.check_huge(torch.device(self.chosen.device), case, **numel)
-        except Exception as error:
-            outcome = correct.Outcome(f"{case}, huge", problems=[f"{type(error).__name__}: {error}"[:500]])
-        self.clock.say(f"{outcome.case}: {'; '.join(outcome.problems) or 'right'}")
-        return outcome
-
     # -- benchmarks ---------------------------------------------------------------------------------------------
 
     def bench(self) -> None:
         import torch
         from gpu import bench, contenders, shapes
 
+        clock = self.clock if self.chosen.only == "bench" else self.clock.until(BENCH_SHARE)
+        names = [c.name for c in contenders.generated_contenders("triton")]
+        self.compile_ahead([(name, None) for name in names], clock)
         timer = bench.Timer(torch.device(self.chosen.device))
         rounds = DRY if self.dry else QUICK if self.chosen.quick else FULL
         others, self.data["missing"] = contenders.peers()
@@ -340,46 +329,37 @@ class Check:
         for plan in plans:
             # The list of 8e9 parameters takes long to set up: nothing but what is compared with others.
             chosen = [c for c in entrants if plan.name != "llama_8b" or "_rn_" not in c.name]
-            self.data[plan.name] = bench.race(plan, chosen, timer, self.clock)
-            self.data["targets"] = bench.judge(self.data)
-            self.save()
+            bench.race(plan, chosen, timer, clock, keep=functools.partial(self.keep, plan.name))
         if self.chosen.tune:
-            self.tune(timer, rounds["tune"])
+            self.tune(timer, rounds["tune"], clock)
 
-    def tune(self, timer: Any, rounds: int) -> None:
+    def keep(self, name: str, section: dict[str, Any]) -> None:
+        from gpu import bench
+
+        self.data[name] = section
+        self.data["targets"] = bench.judge(self.data)
+        self.save()
+
+    def compile_ahead(self, wanted: Sequence[tuple[str, Any]], clock: Any) -> None:
+        """Kernels of these contenders and launch settings, on all cores: a process alone compiles for minutes."""
+        from gpu import bench, jobs, workers
+
+        if self.dry:
+            return
+        done = list(workers.each(bench.ahead, wanted, self.jobs, clock.until(AHEAD_SHARE).end, jobs.LONGEST))
+        failed = [f"{job[0]}: {result.why}" for job, result in done if isinstance(result, workers.Lost)]
+        clock.say(f"compiled ahead: {len(done) - len(failed)} of {len(wanted)}" + f"; {failed[0]}" * bool(failed))
+
+    def tune(self, timer: Any, rounds: int, clock: Any) -> None:
         from gpu import bench, contenders
 
         entrants = [c for c in contenders.generated_contenders("triton") if "_rn_" not in c.name]
         settings = bench.tunings()
         if self.dry:
             entrants, settings = entrants[:1], settings[::9]
-        if not self.dry:
-            with self.pool(self.jobs) as pool:
-                jobs = [pool.submit(_compile_ahead, c.name, setting) for c in entrants for setting in (None, *settings)]
-                for job in jobs:
-                    job.exception(timeout=max(self.clock.left, 1.0))
-            self.clock.say("launch settings: compiled")
+        self.compile_ahead([(c.name, setting) for c in entrants for setting in settings], clock)
         numel = 2**13 if self.dry else 2**28
-        self.data["tune"] = bench.tune(entrants, numel, rounds, timer, self.clock, settings)
-        self.save()
-
-
-def _start_worker(paths: list[str]) -> None:
-    """A process that checks: one thread, because there is one per core, and the same packages as its parent."""
-    sys.path[:] = paths
-    import torch
-
-    torch.set_num_threads(1)
-
-
-def _compile_ahead(name: str, setting: Any) -> None:
-    import torch
-    from gpu import bench, contenders
-
-    found: Callable[[], contenders.Contender] = lambda: next(  # noqa: E731
-        c for c in contenders.generated_contenders("triton") if c.name == name
-    )
-    bench.compile_ahead(found, setting, torch.device("cuda"))
+        bench.tune(entrants, numel, rounds, timer, clock, settings, functools.partial(self.keep, "tune"))
 
 
 if __name__ == "__main__":

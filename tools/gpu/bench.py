@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,44 +125,71 @@ class Times:
     host: list[float] = field(default_factory=list)
 
 
+Keep = Callable[[dict[str, Any]], None]
+"""Takes a section of the report, as far as it has come."""
+
+
 def race(
-    plan: Plan, entrants: Sequence[Contender], timer: Timer, clock: Clock, reserve: float = 20.0
+    plan: Plan,
+    entrants: Sequence[Contender],
+    timer: Timer,
+    clock: Clock,
+    reserve: float = 20.0,
+    keep: Keep = lambda section: None,
 ) -> dict[str, Any]:
     """All families over one list of tensors.
 
     reserve   seconds that must be left for a batch to start
+    keep      is given what is known after each batch: a later one may end the process
     """
     started = clock.elapsed
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     copies: list[float] = []
+    section = {
+        "title": plan.title,
+        "tensors": len(plan.shapes),
+        "elements": plan.numel,
+        "copy_tb_s": None,
+        "rows": rows,
+        "left_out": left_out,
+        "seconds": 0.0,
+    }
     for family in dict.fromkeys(c.family for c in entrants):
         members = [c for c in entrants if c.family == family and c.dtype in plan.dtypes]
         if not members:
             continue
-        memory = free_memory(timer.device) - 2 * plan.copy_bytes
+        try:
+            memory = free_memory(timer.device) - 2 * plan.copy_bytes
+        except Exception as error:  # of a device that is lost: what was measured before stays
+            left_out.update((c.name, _words(error)) for c in members)
+            continue
         runs, unfit = field_of.batches(members, plan.numel, memory)
         left_out |= {c.name: "does not fit into memory beside the first of its family" for c in unfit}
         for run in runs:
+            missing = [c for c in run if c.name not in {r["name"] for r in rows}]
             if clock.left < reserve:
-                left_out |= {c.name: "no time left" for c in run if c.name not in {r["name"] for r in rows}}
+                left_out |= {c.name: "no time left" for c in missing}
                 continue
-            times = batch(plan, run, timer, left_out)
+            try:
+                times = batch(plan, run, timer, left_out)
+            except Exception as error:  # what all of them share
+                left_out |= {c.name: _words(error) for c in missing}
+                continue
             moved = 2 * plan.copy_bytes
             copies += [moved / seconds for seconds in times[COPY].device]
-            for contender in run:
-                if contender.name in times and contender.name not in {r["name"] for r in rows}:
-                    rows.append(row(plan, contender, times, run[0].name, moved))
+            rows += [row(plan, c, times, run[0].name, moved) for c in missing if c.name in times]
+            section["copy_tb_s"] = summary(copies, 1e-12) if copies else None
+            section["seconds"] = round(clock.elapsed - started, 1)
+            keep(section)
             clock.say(f"{plan.title}: {family}, {', '.join(n for n in times if n != COPY)}")
-    return {
-        "title": plan.title,
-        "tensors": len(plan.shapes),
-        "elements": plan.numel,
-        "copy_tb_s": summary(copies, 1e-12) if copies else None,
-        "rows": rows,
-        "left_out": left_out,
-        "seconds": round(clock.elapsed - started, 1),
-    }
+    section["seconds"] = round(clock.elapsed - started, 1)
+    keep(section)
+    return section
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
 def free_memory(device: torch.device) -> float:
@@ -179,27 +207,47 @@ def batch(plan: Plan, run: Sequence[Contender], timer: Timer, left_out: dict[str
     shared = {dtype: field_of.gradients(plan.shapes, dtype, device) for dtype in {c.dtype for c in run}}
     runners: dict[str, Runner | Copying] = {COPY: Copying(plan.copy_bytes, device)}
     waits: dict[str, float] = {}
-    for contender in run:
+
+    def fails(name: str, work: Callable[[], None]) -> bool:
+        """A peer's failure is a result, not the end of the run: it leaves, the rest go on."""
         try:
-            runner = contender.build(plan.shapes, shared[contender.dtype], device)
-            timer.in_a_row(runner.step, plan.warm_up)
-        except Exception as error:  # a peer's failure is a result, not the end of the run
-            left_out[contender.name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            continue
+            work()
+        except Exception as error:
+            if name == COPY:
+                raise
+            left_out[name] = _words(error)
+            runners.pop(name, None)
+            return True
+        return False
+
+    def begin(contender: Contender) -> None:
+        runner = contender.build(plan.shapes, shared[contender.dtype], device)
+        timer.in_a_row(runner.step, plan.warm_up)
         runners[contender.name] = runner
-    for name, runner in runners.items():
-        waits[name] = statistics.median(timer.in_a_row(runner.step, 1)[1] for _ in range(3))
+
+    def wait(name: str) -> None:
+        waits[name] = statistics.median(timer.in_a_row(runners[name].step, 1)[1] for _ in range(3))
+
+    def measure(name: str) -> None:
+        step = runners[name].step
+        times[name].device.append(timer.on_device(step, waits[name]))
+        if plan.in_a_row and name != COPY:
+            wall, host = timer.in_a_row(step, plan.in_a_row)
+            times[name].step.append(wall)
+            times[name].host.append(host)
+
+    for contender in run:
+        fails(contender.name, partial(begin, contender))
+    for name in list(runners):
+        fails(name, partial(wait, name))
     times = {name: Times() for name in runners}
     order, shuffled = list(runners), random.Random(0)
     for _ in range(plan.rounds):
         shuffled.shuffle(order)
-        for name in order:
-            step = runners[name].step
-            times[name].device.append(timer.on_device(step, waits[name]))
-            if plan.in_a_row and name != COPY:
-                wall, host = timer.in_a_row(step, plan.in_a_row)
-                times[name].step.append(wall)
-                times[name].host.append(host)
+        for name in list(order):
+            if fails(name, partial(measure, name)):
+                order.remove(name)
+                del times[name]
     return times
 
 
@@ -250,55 +298,79 @@ def tune(
     timer: Timer,
     clock: Clock,
     settings: Sequence[launch.Tuning],
+    keep: Keep = lambda section: None,
 ) -> dict[str, Any]:
-    """Device times of each contender under each launch setting, interleaved."""
+    """Device times of each contender under each launch setting, interleaved; `keep` as in `race`."""
     rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    section = {"elements": numel, "rows": rows, "left_out": left_out}
     for contender in entrants:
         if clock.left < 20:
-            break
-        shapes: Shapes = [(numel,)]
-        runner = contender.build(shapes, field_of.gradients(shapes, contender.dtype, timer.device), timer.device)
-        times: dict[launch.Tuning, list[float]] = {setting: [] for setting in (launch.Tuning(), *settings)}
-        failed: dict[launch.Tuning, str] = {}
-        for setting in times:
+            left_out[contender.name] = "no time left"
+        else:
             try:
-                with launch.tuned(setting):
-                    timer.in_a_row(runner.step, 2)
-            except Exception as error:  # more registers or shared memory than there are
-                failed[setting] = f"{type(error).__name__}: {error}"[:200]
-        order, shuffled = [s for s in times if s not in failed], random.Random(0)
-        for _ in range(rounds):
-            shuffled.shuffle(order)
-            for setting in order:
-                with launch.tuned(setting):
-                    runner.step()  # the tables of this setting are made again: not part of what is timed
-                    times[setting].append(timer.on_device(runner.step, 2e-4))
-        base = times[launch.Tuning()]
+                rows += _tune(contender, numel, rounds, timer, settings, left_out)
+                clock.say(f"launch settings: {contender.name}")
+                free_memory(timer.device)
+            except Exception as error:
+                left_out[contender.name] = _words(error)
+        keep(section)
+    return section
+
+
+def _tune(
+    contender: Contender,
+    numel: int,
+    rounds: int,
+    timer: Timer,
+    settings: Sequence[launch.Tuning],
+    left_out: dict[str, str],
+) -> list[dict[str, Any]]:
+    """The rows of a contender; of settings that do not run says why not."""
+    shapes: Shapes = [(numel,)]
+    runner = contender.build(shapes, field_of.gradients(shapes, contender.dtype, timer.device), timer.device)
+    times: dict[launch.Tuning, list[float]] = {setting: [] for setting in (launch.Tuning(), *settings)}
+    for setting in list(times):
+        try:
+            with launch.tuned(setting):
+                timer.in_a_row(runner.step, 2)
+        except Exception as error:  # more registers or shared memory than there are
+            del times[setting]
+            what = f"{setting.tile} elements/tile, {setting.tiles} tiles/item, {setting.warps} warps"
+            left_out[f"{contender.name}, {what if setting != launch.Tuning() else 'default'}"] = _words(error)
+    order, shuffled = list(times), random.Random(0)
+    for _ in range(rounds):
+        shuffled.shuffle(order)
         for setting in order:
-            ratios = [a / b for a, b in zip(base, times[setting], strict=True)]
-            rows.append(
-                {
-                    "name": contender.name,
-                    "tile": setting.tile,
-                    "tiles": setting.tiles,
-                    "warps": setting.warps,
-                    "device_ms": summary(times[setting], 1e3),
-                    "speed": summary(ratios),
-                }
-            )
-        clock.say(f"launch settings: {contender.name}")
-        del runner
-        free_memory(timer.device)
-    return {"elements": numel, "rows": rows}
+            with launch.tuned(setting):
+                runner.step()  # the tables of this setting are made again: not part of what is timed
+                times[setting].append(timer.on_device(runner.step, 2e-4))
+    base = times[launch.Tuning()]
+    return [
+        {
+            "name": contender.name,
+            "tile": setting.tile,
+            "tiles": setting.tiles,
+            "warps": setting.warps,
+            "device_ms": summary(times[setting], 1e3),
+            "speed": summary([a / b for a, b in zip(base, times[setting], strict=True)]),
+        }
+        for setting in order
+    ]
 
 
-def compile_ahead(contender_of: Callable[[], Contender], setting: launch.Tuning | None, device: torch.device) -> None:
-    """Puts a kernel into Triton's cache on disk, from whatever process."""
-    contender = contender_of()
-    shapes: Shapes = [(4096,)]
+def ahead(wanted: tuple[str, launch.Tuning | None]) -> tuple[None, bool]:
+    """Puts kernels of a generated contender into Triton's cache on disk, from whatever process: for large tensors and,
+    where no launch setting is given, for small ones."""
+    name, setting = wanted
+    contender = next(c for c in field_of.generated_contenders("triton") if c.name == name)
+    device = torch.device("cuda")
+    shapes: Shapes = [(4096,)] if setting else [(4096,), (64,)]
     runner = contender.build(shapes, field_of.gradients(shapes, contender.dtype, device), device)
     with launch.tuned(setting) if setting else nullcontext():
         runner.step()
+    torch.cuda.synchronize()
+    return None, True
 
 
 # Targets --------------------------------------------------------------------------------------------------------------

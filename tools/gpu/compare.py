@@ -178,6 +178,11 @@ def _neighbours(codes: Tensor) -> list[Tensor]:
     return [(wide + d).clamp(info.min, info.max).to(codes.dtype) for d in (1, -1)]
 
 
+def _spread(x: Tensor, per: int, shape: torch.Size) -> Tensor:
+    """What there is one of for each block, for each element."""
+    return x.repeat_interleave(per, 1)[:, : layout.grid(shape)[1]].reshape(shape)
+
+
 @dataclass
 class Count:
     """How often something happened, how often it had to be expected, and of how many."""
@@ -277,12 +282,15 @@ class Verdict:
     ) -> None:
         """Counts other codes, where the headers of the block and the states it may be relative to are the same."""
         differs: dict[str, Tensor] = {}
+        near = torch.zeros(kernel.p.shape, dtype=torch.bool)  # under a header of fp32 that is another
         for f in variant.fields:
             other = kernel.fields[f.name] != reference.fields[f.name]
             if f.per > 1:
                 pair = kernel.fields[f.name], reference.fields[f.name]
-                other = self._count_blocks(f, pair, variant, values, allowed, flips)
-                other = other.repeat_interleave(f.per, 1)[:, : layout.grid(kernel.p.shape)[1]].reshape(kernel.p.shape)
+                spread = partial(_spread, per=f.per, shape=kernel.p.shape)
+                if f.torch_dtype == torch.float32 and f.owner != "p":
+                    near |= spread(other)
+                other = spread(self._count_blocks(f, pair, variant, values, allowed, flips))
             differs[f.name] = other
         for owner, expected in flips.items():
             chosen = finest(variant, owner)
@@ -293,6 +301,8 @@ class Verdict:
                 for f in variant.fields:
                     if f.name != name and f.owner != "p":
                         excluded |= differs[f.name]
+            if owner != "p":  # codes move with such a header, by all of its distance and not an average one
+                expected = torch.where(near, (expected / TYPICAL).clamp(max=1.0), expected)
             live = ~excluded
             count = self.codes.setdefault(name, Count())
             count.add(int((own & live).sum()), float(expected[live].sum()), int(live.sum()))

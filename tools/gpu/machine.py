@@ -86,6 +86,15 @@ class Clock:
     def left(self) -> float:
         return self.budget - self.elapsed
 
+    def until(self, share: float) -> Clock:
+        """The same clock, for what may take that share of what is left."""
+        return Clock(self.elapsed + share * max(self.left, 0.0), self.start)
+
+    @property
+    def end(self) -> float:
+        """When the time is over, as time.monotonic() says it."""
+        return self.start + self.budget
+
     def say(self, text: str) -> None:
         """A line with the time since the start, at once."""
         print(f"[{self.elapsed:6.1f} s] {text}", flush=True)

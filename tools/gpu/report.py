@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = ("tensor", "gpt2", "llama_8b")
+PARTS = {
+    "stages": ("Rules of several sweeps", "settings have the eager reference's bits in strict maths"),
+    "graphs": ("CUDA graphs", "settings give the bits of steps outside a graph when they are replayed"),
+    "moves": ("Between device and host", "checks find the same bits on both"),
+}
+"""Section of what is checked beside single kernels -> title, and what is said of those that are right."""
 COLOURS = {True: "#1f6f8b", False: "#b9b4a7"}
 
 
@@ -41,8 +47,12 @@ def markdown(data: Mapping[str, Any], picture: str | None) -> str:
     lines = [f"# {machine['device']}, {machine['date']}", "", _versions(machine), ""]
     if data.get("correctness"):
         lines += _correctness(data["correctness"])
-    if data.get("stages"):
-        lines += _stages(data["stages"])
+    for name, (title, said) in PARTS.items():
+        if data.get(name):
+            lines += _part(data[name], title, said)
+    for name in ("correctness", "bench"):
+        if data.get(f"{name}_error"):
+            lines += [f"The part `{name}` ended early: {data[f'{name}_error']}", ""]
     if data.get("targets"):
         lines += ["## Targets", "", *_targets(data["targets"])]
     if picture:
@@ -76,14 +86,14 @@ def _correctness(found: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _stages(found: Mapping[str, Any]) -> list[str]:
-    outcomes = found["outcomes"]
+def _part(found: Mapping[str, Any], title: str, said: str) -> list[str]:
+    outcomes, missing = found["outcomes"], found["not_run"]
     right = sum(not o["problems"] for o in outcomes)
-    lines = ["## Rules of several sweeps", ""]
-    whole = f"{right} of {len(outcomes)} settings have the eager reference's bits in strict maths"
-    lines += [f"{whole} ({found['of']} in all)."]
+    words = f"{right} of {len(outcomes) + len(missing)} {said}"
+    lines = [f"## {title}", "", f"{words}; {len(missing)} not run." if missing else f"{words}.", ""]
     lines += [f"- **{o['case']}**: {'; '.join(o['problems'][:3])}" for o in outcomes if o["problems"]]
-    return [*lines, ""]
+    lines += [f"- not run: {', '.join(missing[:20])}{' ...' * (len(missing) > 20)}"] * bool(missing)
+    return [*lines, ""] if lines[-1] else lines
 
 
 def _targets(targets: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -123,9 +133,12 @@ def _section(section: Mapping[str, Any]) -> list[str]:
             cells += [_ratio(r, "step_ratio")]
         rows.append(cells)
     lines += table(head, rows)
-    if section["left_out"]:
-        lines += ["Left out: " + "; ".join(f"{k} ({v})" for k, v in section["left_out"].items()) + ".", ""]
-    return lines
+    return lines + _left_out(section)
+
+
+def _left_out(section: Mapping[str, Any]) -> list[str]:
+    left_out = section.get("left_out") or {}
+    return ["Left out: " + "; ".join(f"{k} ({v})" for k, v in left_out.items()) + ".", ""] if left_out else []
 
 
 def _ratio(row: Mapping[str, Any], key: str) -> str:
@@ -140,7 +153,8 @@ def _tune(section: Mapping[str, Any]) -> list[str]:
         speed = r["speed"]
         times = [f"{r['device_ms']['median']:.3f}", f"{speed['median']:.3f}", f"{speed['q1']:.3f} to {speed['q3']:.3f}"]
         rows.append([r["name"], *setting, str(r["warps"]), *times])
-    return lines + table(["", "elements/tile", "tiles/item", "warps", "device ms", "speed", "quartiles"], rows)
+    lines += table(["", "elements/tile", "tiles/item", "warps", "device ms", "speed", "quartiles"], rows)
+    return lines + _left_out(section)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

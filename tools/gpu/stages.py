@@ -47,20 +47,11 @@ def settings() -> list[tuple[str, str, str]]:
     return sorted(found, key=lambda s: (FIRST.index(s[0]) if s[0] in FIRST else len(FIRST), s))
 
 
-def check(device: torch.device, limit: float) -> Iterator[Staged]:
-    """Each setting's outcome, until the seconds are over."""
-    began = time.monotonic()
-    for spec, plan, param in settings():
-        if time.monotonic() - began > limit:
-            return
-        yield check_one(spec, plan, param, device)
-
-
 def check_one(spec: str, plan: str, param: str, device: torch.device, shapes: Any = SHAPES) -> Staged:
     """Two optimizers of one strict class, Triton and eager, through the same steps."""
     import optgen
 
-    out, began = Staged(f"{spec}.{plan}.{param}"), time.monotonic()
+    out, began = Staged(".".join([spec, plan, param])), time.monotonic()
     try:
         cls = optgen.compile(spec, plan=plan, maths="strict")
         draw = torch.Generator().manual_seed(1)
