@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +177,17 @@ def test_of_eight_cells_about_one_runs_kernels_as_users_compile_them() -> None:
         same = set(users) - {"-O3"} - {flag for flag in users if flag.startswith("-W")}
         assert ours == users if product.optimized(cell) else same <= set(ours) and "-O3" not in ours
     assert users is native.FLAGS
+
+
+def test_a_run_that_is_told_to_end_finishes_what_it_has_begun(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "STOPPED", threading.Event())
+    found = {}
+    for item, result in tool.spread(abs, [-1, -2, -3, -4], 2, "numbers", math.inf):
+        tool.STOPPED.set()
+        found[item] = result
+    assert found == {-1: 1, -2: 2}
 
 
 def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:

@@ -16,8 +16,9 @@ rules and plans they were printed for.
 
 Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on.  What was found is
 kept in build/test_full.jsonl as it comes: an interrupted run goes on where it was, and a longer one begins with what
-a shorter one found.  After a change of the sources a result is still taken where what it depends on is the same: the
-printed text, the code that runs it, and the code that says what is right.  --fresh runs all of it again.
+a shorter one found.  SIGTERM ends a run as --minutes does: what is begun is finished, and the report written.  After
+a change of the sources a result is still taken where what it depends on is the same: the printed text, the code that
+runs it, and the code that says what is right.  --fresh runs all of it again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import inspect
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -59,6 +62,9 @@ COMPILED = ROOT / "build" / "test_full_kernels.sqlite"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STEPS = 3
 TASKS = 64  # of a process, before another takes its place: nodes and loaded kernels are never given back
+
+STOPPED = threading.Event()
+"""Set by SIGTERM: nothing new is begun."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -339,7 +345,7 @@ def drawn(cells: Iterable[Cell], seed: int) -> list[Cell]:
 def spread(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int, what: str, until: float
 ) -> Iterator[tuple[Item, Result | str]]:
-    """Each item with its result, as they come, by processes of their own; none is begun after `until`.
+    """Each item with its result, as they come, by processes of their own; none is begun after `until` or SIGTERM.
 
     The result is a text where the process died.
     """
@@ -354,7 +360,9 @@ def spread(
             broken = False
             with ProcessPoolExecutor(jobs, context, max_tasks_per_child=TASKS) as pool:
                 while not broken:
-                    while len(running) < jobs and time.monotonic() < until and (item := next(rest, None)) is not None:
+                    while len(running) < jobs and time.monotonic() < until and not STOPPED.is_set():
+                        if (item := next(rest, None)) is None:
+                            break
                         running[pool.submit(function, item)] = item
                     if not running:
                         more = False
@@ -380,6 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the report of a --sample, too")
     parser.add_argument("--fresh", action="store_true", help="do not go on from what earlier runs found")
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     until = time.monotonic() + 60 * chosen.minutes
     every = [cell for cell in drawn(product.full_cells(), chosen.seed) if product.is_met(cell)]
     cells = every[: chosen.sample]
