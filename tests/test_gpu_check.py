@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,10 @@ def test_rules_of_several_sweeps_are_compared_bit_by_bit(monkeypatch: pytest.Mon
     assert several >= {"came", "lamb", "adafactor", "prodigy", "muon"}
     assert not several & {"adamw", "lion", "lookahead_adamw"}
     assert {plan for s, plan, _ in wanted if s == "adamw"} >= {"int4_split24", "int5_split24", "int6_split24", "lpmm4"}
-    shapes = ((6, 70), (5,), (2, 3, 4))
+    shapes = ((6, 70), (), (5,), (0,), (2, 3, 4))
     found = stages.check_one("lamb", "int8_split24", "bfloat16", torch.device("cpu"), shapes)
     assert not found.problems
-    assert found.elements == stages.STEPS * (420 + 5 + 24)
+    assert found.elements == stages.STEPS * (420 + 1 + 5 + 24)
     monkeypatch.setattr(eager.Blocks, "tensor_sum", lambda self, x: sums.tensor(2 * x.reshape(-1)))
     assert stages.check_one("lamb", "fp32", "float32", torch.device("cpu"), shapes).problems
 
@@ -585,6 +586,28 @@ def test_whatever_ends_a_run_what_was_measured_is_written(run: Any, monkeypatch:
         run(interrupt, ALL)
     code, data, page = run(keep, ALL, "--only", "correctness")
     assert data["gpt2"] == SECTION
+
+
+def test_a_gpu_that_never_answers_ends_the_run_with_its_report(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(gpu_check, "GRACE", 0.2)
+    monkeypatch.setattr(gpu_check.os, "_exit", lambda code: ended.set() if code == 1 else None)
+
+    def hang(self: Any) -> None:
+        self.keep("tensor", SECTION)
+        assert ended.wait(60)
+
+    _, data, page = run(hang, ALL, "--budget", "0")
+    assert "did not answer" in data["run_error"] and "did not answer" in page and "## One large tensor" in page
+
+
+def test_what_was_not_measured_again_stays(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "markdown", lambda data, picture: "")
+    monkeypatch.setattr(bench, "judge", lambda data: [])
+    measured = {**SECTION, "rows": [{"name": "AdamW fp32"}]}
+    run(lambda self: self.keep("tensor", measured), ALL)
+    _, data, _ = run(lambda self: self.keep("tensor", SECTION), ALL)
+    assert data["tensor"] == measured
 
 
 def test_two_halves_make_one_report(run: Any, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
 
 BUDGET = 450.0
+GRACE = 60.0  # seconds after the budget; what is begun ends long before
 BENCH_SHARE = 0.45  # of the budget, at most, where checks follow
 AHEAD_SHARE = 0.5  # of what benchmarks have left, at most, for compiling what they time
 JOBS = 16  # processes that check: each has a CUDA context of about half a GiB, and compiles on one core
@@ -135,6 +138,9 @@ class Check:
 
     def run(self) -> int:
         correct = True
+        watch = threading.Timer(self.chosen.budget + GRACE, self.give_up)
+        watch.daemon = True
+        watch.start()
         try:
             if self.chosen.only != "correctness":
                 self.part("bench", self.bench)  # times must never decide
@@ -142,8 +148,19 @@ class Check:
             if self.chosen.only != "bench":
                 correct = self.part("correctness", self.correctness) is True
         finally:
+            watch.cancel()
             self.finish()
         return 0 if correct else 1
+
+    def give_up(self) -> None:
+        """Ends a run that waits for a GPU which does not answer: only processes that check are stopped otherwise."""
+        self.data["run_error"] = f"the GPU still did not answer {GRACE:.0f} s after the end of the budget"
+        for process in multiprocessing.active_children():
+            process.kill()
+        try:
+            self.finish()
+        finally:
+            os._exit(1)
 
     def make_room(self) -> None:
         """What benchmarks leave in this process' pool is for the processes that check."""
@@ -336,6 +353,8 @@ class Check:
     def keep(self, name: str, section: dict[str, Any]) -> None:
         from gpu import bench
 
+        if not section["rows"] and self.data.get(name, {}).get("rows"):
+            return  # nothing was measured: what an earlier run found stays
         self.data[name] = section
         self.data["targets"] = bench.judge(self.data)
         self.save()

@@ -309,7 +309,7 @@ def tune(
             left_out[contender.name] = "no time left"
         else:
             try:
-                rows += _tune(contender, numel, rounds, timer, settings, left_out)
+                rows += _tune(contender, numel, rounds, timer, clock, settings, left_out)
                 clock.say(f"launch settings: {contender.name}")
                 free_memory(timer.device)
             except Exception as error:
@@ -323,6 +323,7 @@ def _tune(
     numel: int,
     rounds: int,
     timer: Timer,
+    clock: Clock,
     settings: Sequence[launch.Tuning],
     left_out: dict[str, str],
 ) -> list[dict[str, Any]]:
@@ -331,12 +332,16 @@ def _tune(
     runner = contender.build(shapes, field_of.gradients(shapes, contender.dtype, timer.device), timer.device)
     times: dict[launch.Tuning, list[float]] = {setting: [] for setting in (launch.Tuning(), *settings)}
     for setting in list(times):
+        what = f"{setting.tile} elements/tile, {setting.tiles} tiles/item, {setting.warps} warps"
+        if setting != launch.Tuning() and clock.left < 10:  # what was not compiled ahead compiles here, one by one
+            del times[setting]
+            left_out[f"{contender.name}, {what}"] = "no time left"
+            continue
         try:
             with launch.tuned(setting):
                 timer.in_a_row(runner.step, 2)
         except Exception as error:  # more registers or shared memory than there are
             del times[setting]
-            what = f"{setting.tile} elements/tile, {setting.tiles} tiles/item, {setting.warps} warps"
             left_out[f"{contender.name}, {what if setting != launch.Tuning() else 'default'}"] = _words(error)
     order, shuffled = list(times), random.Random(0)
     for _ in range(rounds):

@@ -50,7 +50,7 @@ def markdown(data: Mapping[str, Any], picture: str | None) -> str:
     for name, (title, said) in PARTS.items():
         if data.get(name):
             lines += _part(data[name], title, said)
-    for name in ("correctness", "bench"):
+    for name in ("correctness", "bench", "room", "run"):
         if data.get(f"{name}_error"):
             lines += [f"The part `{name}` ended early: {data[f'{name}_error']}", ""]
     if data.get("targets"):
@@ -87,7 +87,7 @@ def _correctness(found: Mapping[str, Any]) -> list[str]:
 
 
 def _part(found: Mapping[str, Any], title: str, said: str) -> list[str]:
-    outcomes, missing = found["outcomes"], found["not_run"]
+    outcomes, missing = found["outcomes"], found.get("not_run", [])
     right = sum(not o["problems"] for o in outcomes)
     words = f"{right} of {len(outcomes) + len(missing)} {said}"
     lines = [f"## {title}", "", f"{words}; {len(missing)} not run." if missing else f"{words}.", ""]

@@ -77,6 +77,10 @@ def check_one(spec: str, plan: str, param: str, device: torch.device, shapes: An
     return out
 
 
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)  # a tensor of no dimension has no bytes to view
+
+
 def _differences(sides: dict[str, Any], step: int) -> Iterator[str]:
     (triton, fast), (eager, slow) = sides["triton"], sides["reference"]
     for k, (p, q) in enumerate(zip(triton, eager, strict=True)):
@@ -84,6 +88,6 @@ def _differences(sides: dict[str, Any], step: int) -> Iterator[str]:
             name: (value, slow.state[q][name]) for name, value in fast.state[p].items() if torch.is_tensor(value)
         }
         for name, (a, b) in pairs.items():
-            if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+            if not torch.equal(_bytes(a), _bytes(b)):
                 count = int((a != b).sum())
                 yield f"step {step}, tensor {k} {tuple(p.shape)}, {name}: {count} of {a.numel()} values differ"
