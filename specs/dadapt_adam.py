@@ -27,6 +27,7 @@ def dadapt_adam(
 
     Where lr is 0 nothing moves, the states neither, and the sums leave it out.
     """
+    g = where(lr > 0, g, 0.0)
     beta1, beta2 = betas
     beta3 = sqrt(beta2)
     moves = where(lr > 0, 1.0, 0.0)

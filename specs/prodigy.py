@@ -31,6 +31,7 @@ def prodigy(
 
     Where lr is 0 nothing moves, the states neither, and the sums leave it out.
     """
+    g = where(lr > 0, g, 0.0)
     beta1, beta2 = betas
     beta3 = sqrt(beta2)
     moves = where(lr > 0, 1.0, 0.0)
@@ -47,7 +48,7 @@ def prodigy(
     d_hat = d_coef * d_numerator / maximum(d_denom, 1e-37)
     raised = where(equal(d, d0), maximum(d, d_hat), d)
     d_max = maximum(d_max, where(d_denom > 0, d_hat, 0.0))
-    d = minimum(d_max, raised * growth_rate)
+    d = where(d_denom > 0, minimum(d_max, raised * growth_rate), d)
     p = policies.decoupled(p, rate, weight_decay)
     p = p - rate * exp_avg / (sqrt(exp_avg_sq) + d * eps)
     return p, exp_avg, exp_avg_sq, s, p0, d, d_max, d_numerator
