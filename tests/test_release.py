@@ -703,3 +703,15 @@ def test_a_parameter_that_changes_its_dtype_is_refused(name: str) -> None:
         p.sum().backward()
     assert torch.equal(p, before)
     assert opt.state[p]["step"] == 1
+
+
+def test_the_number_of_micro_batches_may_be_changed() -> None:
+    p = nn.Parameter(torch.ones(8, 64))
+    handle = optim.SGD([p], lr=0.1, plan="fp32", backend="reference").release_gradients(accumulate=1)
+    handle.accumulate = 2
+    before = p.detach().clone()
+    p.sum().backward()
+    assert torch.equal(p, before)
+    p.sum().backward()
+    assert not torch.equal(p, before)
+    assert handle.accumulate == 2

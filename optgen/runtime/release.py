@@ -166,6 +166,15 @@ class Handle:
             raise AttributeError(name)
         return getattr(self._release, name)
 
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches whose gradients are summed before an update; it may be changed."""
+        return self._release.accumulate
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._release.accumulate = count
+
     def remove(self) -> None:
         """Back to ordinary steps.  Sums of micro-batches that no update has used are in p.grad afterwards."""
         self._release.remove()
@@ -262,7 +271,8 @@ class Release:
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__}.release_gradients: the gradient of a parameter of shape "
                         f"{list(p.shape)} is released to another optimizer already ({type(owner).__name__}), which "
-                        f"would go on to update it: remove() the handle of that call, or delete that optimizer, first"
+                        f"would go on to update it: remove() the handle of that call first, or delete that optimizer "
+                        f"(a name that still stands for it keeps it)"
                     )
 
     @staticmethod
