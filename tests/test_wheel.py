@@ -85,7 +85,9 @@ def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "specs").mkdir()
     rule = "from optgen.lang import clipped\nfrom specs.adamw import adamw as base\n\nmine = clipped(base)\n"
     (tmp_path / "specs" / "mine.py").write_text(rule)
-    (tmp_path / "flat.py").write_text(rule)
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "flat.py").write_text(rule)
+    (tmp_path / "flat" / "specs.py").write_text("raise SystemExit('a module of this name is not run')")
     out = python(
         """
         import sys
@@ -95,8 +97,9 @@ def test_rules_around_ready_made_rules(installed: Path, tmp_path: Path) -> None:
         import optgen
         from optgen.driver import load
         assert load.ready.specs_dir().parts[-2:] == ("optgen", "_specs")
-        for rule in ("lookahead_adamw", "clipped_adamw", "specs/mine.py", "flat.py"):
+        for rule in ("lookahead_adamw", "clipped_adamw", "specs/mine.py", "flat/flat.py"):
             print(optgen.compile(rule, plan="int8_split24").__name__)
+        assert not any(name.startswith("specs.") for name in sys.modules)
         assert "clipped_adamw" in load.entries() and load.entries()["clipped_adamw"].own
         """,
         installed,

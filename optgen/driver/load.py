@@ -162,7 +162,8 @@ WRAPPERS = frozenset({"clipped", "lookahead"})
 def _made_name(made: ast.expr, known: Mapping[str, str]) -> str:
     """The name that a wrapper gives to the spec it makes, after the rule inside; "" where that is not to be seen."""
     if isinstance(made, ast.Call):
-        inner = _made_name(made.args[0], known) if _called(made) in WRAPPERS and made.args else ""
+        inside = [*made.args[:1], *(k.value for k in made.keywords if k.arg == "inner")]
+        inner = _made_name(inside[0], known) if _called(made) in WRAPPERS and inside else ""
         return f"{_called(made)}_{inner}" if inner else ""
     if isinstance(made, ast.Attribute):
         return made.attr
@@ -310,36 +311,45 @@ def _neighbours(file: Path) -> Iterator[None]:
 
     Last on the path, they shadow nothing.
     """
-    before = list(sys.path)
-    sys.path += [str(file.parent), str(file.parent.parent)]
-    # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.  In a
-    # wheel it is the project's own folder, or nobody's.
+    before, made_ready = list(sys.path), str(ready.specs_dir())
     foreign = sys.modules.get("specs")
-    package = _package("specs")
-    beside: list[str] = list(package.__path__)
-    own = [str(file.parent)] if file.parent.name == "specs" else []
-    package.__path__ = [*beside, *(f for f in (*own, str(ready.specs_dir())) if f not in beside)]
+    package, beside = ModuleType("specs"), list[str]()
     try:
+        sys.path += [str(file.parent), str(file.parent.parent)]
+        # In a checkout `specs` is the package of the ready-made ones; a project's own files are found behind those.  In
+        # a wheel it is the project's own folder, or nobody's.
+        package = _package("specs") or package
+        beside = list(getattr(package, "__path__", ()))
+        own = [str(file.parent)] if file.parent.name == "specs" else []
+        package.__path__ = [*beside, *(f for f in (*own, made_ready) if f not in beside)]
+        sys.modules["specs"] = package
         yield
     finally:
         sys.path[:] = before
         package.__path__ = beside
-        if package.__spec__ is None:
-            for name in [n for n in sys.modules if n.partition(".")[0] == "specs"]:
-                del sys.modules[name]
+        nobodys = package.__spec__ is None
+        for name, module in list(sys.modules.items()):
+            if name.startswith("specs.") and (nobodys or made_ready not in beside):
+                place = getattr(module, "__file__", None)
+                # What is found there later, or by another project, is not to be taken for these.
+                if nobodys or (place is not None and str(Path(place).parent) == made_ready):
+                    del sys.modules[name]
+        if nobodys:
+            del sys.modules["specs"]
             if foreign is not None:
                 sys.modules["specs"] = foreign
 
 
-def _package(name: str) -> ModuleType:
-    """A package that stands on Python's path, or an empty one for as long as a file is loaded."""
-    with contextlib.suppress(Exception):  # whatever its __init__.py raises
-        found = importlib.import_module(name)
-        if hasattr(found, "__path__"):
-            return found
-    made = sys.modules[name] = ModuleType(name)
-    made.__path__ = []
-    return made
+def _package(name: str) -> ModuleType | None:
+    """A package that stands on Python's path; None where there is none, or it cannot be imported.
+
+    A module of that name is somebody's file, a spec or a script: it is not run for this.
+    """
+    with contextlib.suppress(Exception, SystemExit):  # whatever an __init__.py raises
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            return importlib.import_module(name)
+    return None
 
 
 def _as_user_error(error: Exception | SystemExit, file: Path) -> UserError:
