@@ -171,11 +171,13 @@ class Check:
 
     def part(self, name: str, make: Callable[[], object]) -> object:
         """What `make` returns; None where an error ends it, of which the report says."""
+        from gpu import machine
+
         self.data.pop(f"{name}_error", None)
         try:
             return make()
-        except Exception as error:
-            self.data[f"{name}_error"] = f"{type(error).__name__}: {error}"[:500]
+        except Exception as error:  # the report says it, and what was kept is written
+            self.data[f"{name}_error"] = machine.in_words(error)
             self.clock.say(f"{name} ended early: {self.data[f'{name}_error']}")
             self.save()
         return None
@@ -189,7 +191,7 @@ class Check:
         """Writes everything; the picture last, whose library may fail in ways of its own."""
         import json
 
-        from gpu import report
+        from gpu import machine, report
 
         self.data["seconds"] = round(self.clock.elapsed, 1)
         self.save()
@@ -199,8 +201,8 @@ class Check:
         drawn = False
         try:
             drawn = report.picture(self.data, image)
-        except Exception as error:
-            self.clock.say(f"no picture: {type(error).__name__}: {error}"[:500])
+        except Exception as error:  # the library's own; the report is written already
+            self.clock.say(f"no picture: {machine.in_words(error)}")
         if drawn:
             text = report.markdown(self.data, image.name)
             page.write_text(text, encoding="utf-8")

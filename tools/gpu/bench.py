@@ -21,7 +21,7 @@ import torch
 
 from gpu import contenders as field_of
 from gpu.contenders import Contender, Copying, Runner
-from gpu.machine import Clock
+from gpu.machine import Clock, in_words
 from gpu.shapes import Shapes, total
 from optgen.runtime import launch
 
@@ -162,7 +162,7 @@ def race(
         try:
             memory = free_memory(timer.device) - 2 * plan.copy_bytes
         except Exception as error:  # of a device that is lost: what was measured before stays
-            left_out.update((c.name, _words(error)) for c in members)
+            left_out.update((c.name, in_words(error)) for c in members)
             continue
         runs, unfit = field_of.batches(members, plan.numel, memory)
         left_out |= {c.name: "does not fit into memory beside the first of its family" for c in unfit}
@@ -174,7 +174,7 @@ def race(
             try:
                 times = batch(plan, run, timer, left_out)
             except Exception as error:  # what all of them share
-                left_out |= {c.name: _words(error) for c in missing}
+                left_out |= {c.name: in_words(error) for c in missing}
                 continue
             moved = 2 * plan.copy_bytes
             copies += [moved / seconds for seconds in times[COPY].device]
@@ -186,10 +186,6 @@ def race(
     section["seconds"] = round(clock.elapsed - started, 1)
     keep(section)
     return section
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
 def free_memory(device: torch.device) -> float:
@@ -215,7 +211,7 @@ def batch(plan: Plan, run: Sequence[Contender], timer: Timer, left_out: dict[str
         except Exception as error:
             if name == COPY:
                 raise
-            left_out[name] = _words(error)
+            left_out[name] = in_words(error)
             runners.pop(name, None)
             return True
         return False
@@ -312,8 +308,8 @@ def tune(
                 rows += _tune(contender, numel, rounds, timer, clock, settings, left_out)
                 clock.say(f"launch settings: {contender.name}")
                 free_memory(timer.device)
-            except Exception as error:
-                left_out[contender.name] = _words(error)
+            except Exception as error:  # one that does not run costs nobody else a row
+                left_out[contender.name] = in_words(error)
         keep(section)
     return section
 
@@ -342,7 +338,7 @@ def _tune(
                 timer.in_a_row(runner.step, 2)
         except Exception as error:  # more registers or shared memory than there are
             del times[setting]
-            left_out[f"{contender.name}, {what if setting != launch.Tuning() else 'default'}"] = _words(error)
+            left_out[f"{contender.name}, {what if setting != launch.Tuning() else 'default'}"] = in_words(error)
     order, shuffled = list(times), random.Random(0)
     for _ in range(rounds):
         shuffled.shuffle(order)

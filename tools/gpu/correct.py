@@ -18,6 +18,7 @@ from torch import Tensor
 from gpu import catalog
 from gpu.catalog import Case
 from gpu.compare import Rule, Stored, Verdict, allowance, decode
+from gpu.machine import in_words
 from optgen.runtime import checkpoint, launch, options, plans, state
 from optgen.runtime.records import Variant
 
@@ -221,7 +222,7 @@ def check(case: Case, device_name: str = "cuda", tiny: bool = False) -> Outcome:
 
 def describe(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error).strip()[:800]} ({last.filename.rpartition('/')[2]}:{last.lineno})"
+    return f"{in_words(error)} ({last.filename.rpartition('/')[2]}:{last.lineno})"
 
 
 def _check(case: Case, device: torch.device, tiny: bool, outcome: Outcome) -> None:
@@ -384,7 +385,7 @@ def check_huge(case: Case, device_name: str = "cuda", numel: int = HUGE) -> Outc
     outcome = Outcome(name_of_huge(case, numel))
     try:
         _check_huge(case, torch.device(device_name), numel, outcome)
-    except Exception as error:
+    except Exception as error:  # as in `check`
         outcome.problems.append(describe(error))
     if device_name == "cuda":
         with suppress(Exception):  # a context that is lost; else the memory is for other processes

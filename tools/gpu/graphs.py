@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gpu.machine import in_words
+
 SETTINGS = (
     ("AdamW", "int8_split24", torch.bfloat16),
     ("AdamW", "fp32", torch.float32),
@@ -112,7 +114,7 @@ def check_one(name: str, plan: str, dtype: torch.dtype, fresh: bool, device: tor
     try:
         _check_one(out, name, plan, dtype, fresh, device)
     except Exception as error:  # Triton's own are of no kind that is known here
-        out.problems.append(f"{type(error).__name__}: {error}"[:500])
+        out.problems.append(in_words(error))
     out.seconds = round(time.monotonic() - began, 1)
     return out
 

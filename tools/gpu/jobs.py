@@ -55,7 +55,7 @@ def alive() -> bool:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.zeros(1, device="cuda").add_(1).item()
-    except Exception:
+    except Exception:  # whatever it is, the answer is no
         return False
     return True
 

@@ -16,6 +16,11 @@ from typing import Any
 import torch
 
 
+def in_words(error: Exception) -> str:
+    """What an error says, as reports have it."""
+    return f"{type(error).__name__}: {str(error).strip()[:500]}"
+
+
 def describe(device: str) -> dict[str, Any]:
     """What a reader of the numbers has to know about where they come from."""
     found: dict[str, Any] = {

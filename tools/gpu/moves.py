@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gpu.machine import in_words
+
 SHAPES = ((96, 80), (4353,), (5, 70))
 STEPS = 3
 CPU = torch.device("cpu")
@@ -29,8 +31,8 @@ def check_one(name: str, device: torch.device) -> Move:
     out, began = Move(name), time.monotonic()
     try:
         out.problems += CHECKS[name](device)
-    except Exception as error:
-        out.problems.append(f"{type(error).__name__}: {error}"[:500])
+    except Exception as error:  # a finding, not the end of the others
+        out.problems.append(in_words(error))
     out.seconds = round(time.monotonic() - began, 1)
     return out
 

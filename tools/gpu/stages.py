@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gpu import catalog
+from gpu.machine import in_words
 
 FIRST = ("came", "lamb", "adafactor", "sm3", "prodigy", "muon")
 """Specs that are checked before the others: together they have every kind of stage."""
@@ -72,7 +73,7 @@ def check_one(spec: str, plan: str, param: str, device: torch.device, shapes: An
                 break
         out.elements = STEPS * sum(w.numel() for w in start)
     except Exception as error:  # a kernel that does not run is a finding, not the end of the others
-        out.problems.append(f"{type(error).__name__}: {error}"[:500])
+        out.problems.append(in_words(error))
     out.seconds = round(time.monotonic() - began, 1)
     return out
 

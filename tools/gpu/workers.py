@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
+from gpu.machine import in_words
+
 Work = Callable[[Any], tuple[Any, bool]]
 """Does a job, in another process: (what came of it, whether the process may go on)."""
 
@@ -129,8 +131,8 @@ def _serve(pipe: Any, work: Work) -> None:
             return
         try:
             result, goes_on = work(job)
-        except Exception as error:
-            result, goes_on = Lost(f"{type(error).__name__}: {error}"[:500]), False
+        except Exception as error:  # said in the place of a result
+            result, goes_on = Lost(in_words(error)), False
         pipe.send((result, goes_on))
         if not goes_on:
             return
