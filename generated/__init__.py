@@ -4,8 +4,9 @@
 # ruff: noqa
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
 if TYPE_CHECKING:
     from .adopt import ADOPT as ADOPT
@@ -151,10 +152,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"{__name__} has no optimizer {name!r}; it has: {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -586,6 +586,41 @@ def test_numbers_in_a_rule_make_names_that_python_can_read(project: Path) -> Non
             compile(source, name, "exec")
 
 
+def test_rules_may_have_the_names_that_a_generated_folder_imports(project: Path) -> None:
+    for name in ("any", "importlib", "typing"):
+        (project / f"specs/{name}.py").write_text(rule(name))
+        run(names=(name,), plans=("fp32",))
+    code = "import generated; print([getattr(generated, n).__module__ for n in ('Importlib', 'Any', 'Typing')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "['generated.importlib', 'generated.any', 'generated.typing']", done.stderr
+
+
+def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
+    """One plan is asked for, of a rule that has changed: the others are printed too, or there is an error."""
+    run(names=("first",), plans=("fp32", "bf16_sr"))
+    assert run(names=("first",), plans=("fp32",)).packages == ["first/fp32"]
+    (project / "specs/first.py").write_text(rule("first").replace("p - lr * m", "p - 5 * lr * m"))
+    assert run(names=("first",), plans=("fp32",), check=True).packages == ["first/fp32", "first/bf16_sr"]
+    assert run(names=("first",), plans=("int8",)).packages == ["first/fp32", "first/bf16_sr", "first/int8"]
+    assert run(names=("first",), plans=("fp32", "bf16_sr", "int8"), check=True).clean
+    assert run(names=("first",), plans=("int8",)).packages == ["first/int8"]
+    (project / "specs" / "plans.py").write_text(
+        "from optgen.formats import Blocked, Plan\n"
+        'stuck = Plan("Nearest.", signed=Blocked(8, 64, rounding="nearest"))\n'
+    )
+    (project / "specs/first.py").write_text(rule("first").replace("0.9, ge", "0.1, ge"))  # short enough for nearest
+    run(names=("first",), plans=("stuck",))
+    before = content(project / "generated")
+    (project / "specs/first.py").write_text(rule("first"))
+    with pytest.raises(UserError) as caught:
+        run(names=("first",), plans=("fp32",))
+    assert caught.value.code == "E307"
+    assert content(project / "generated") == before
+
+
 def test_init_text_is_sorted() -> None:
     assert init_text({"B": "b", "A": "a"}) == init_text({"A": "a", "B": "b"})
     compile(init_text({"A": "a"}), "generated/__init__.py", "exec")

@@ -192,6 +192,7 @@ def test_version_and_help(run: Run) -> None:
         (["new", "../mine"], "E409"),
         (["new", "mine.py"], "E409"),
         (["new", "plans"], "E409"),
+        (["new", "sqrt"], "E409"),
         (["fuzz", "sgd", "--case", "{"], "E411"),
         (["fuzz", "sgd", "--case", '{"shapes": [3]}'], "E411"),
     ],
@@ -546,6 +547,25 @@ def test_watch_does_not_begin_with_a_wrong_option(
     monkeypatch.setattr(watch, "watch", begun)
     code, _, err = run("build", "lion", option, "", "--watch")
     assert (code, err.startswith(f"error[E411]: {option} is ")) == (2, True)
+
+
+def test_what_is_built_from_elsewhere_is_watched(project: Path, run: Run) -> None:
+    """Files of the table, of options, and of earlier builds, wherever they lie."""
+    (project / "rules").mkdir()
+    run("new", "mine")
+    text = (project / "specs/mine.py").read_text()
+    for name in ("one", "two", "three", "plans"):
+        (project / f"rules/{name}.py").write_text(text.replace("def mine", f"def {name}"))
+    (project / "pyproject.toml").write_text("[tool.optgen]\n")  # what files are called from
+    assert run("build", "rules/three.py", "--plan", "fp32")[0] == 0
+    (project / "pyproject.toml").write_text(
+        '[tool.optgen]\nbuild = [{ specs = ["rules/one.py", "adam*"], plans = ["rules/plans.py:own", "fp32"] }]\n'
+    )
+    seen = watch.stamps(project, ["rules/two.py:two", "lion"], ["int8", "rules/two.py:own"])
+    below = {f.resolve().relative_to(project.resolve()).as_posix() for f in seen if f.resolve().is_relative_to(project)}
+    assert below == {"pyproject.toml", "specs/mine.py", *(f"rules/{n}.py" for n in ("one", "two", "three", "plans"))}
+    (project / "pyproject.toml").write_text("[tool.optgen\n")  # the build says so
+    assert project / "pyproject.toml" in watch.stamps(project, [])
 
 
 def test_watch_builds_again_after_a_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

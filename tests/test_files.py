@@ -296,6 +296,38 @@ def test_a_plan_of_the_same_name_that_reads_codes_otherwise(tmp_path: Path, monk
     assert everything(model, opt) == before
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_states_go_to_the_weights_that_they_were_of(tmp_path: Path, named: bool) -> None:
+    """Shapes alone do not say whether an optimizer has its parameters in the order of the checkpoint: names do, and
+    where there are none, the keys that they have in the model.
+    """
+
+    def made(seed: int, order: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).bfloat16()
+        given = list(model.named_parameters() if named else model.parameters())[::order]
+        return model, AdamW(given, plan="fp32_master")
+
+    model, opt = made(0, 1)
+    train(opt, range(2))
+    save_checkpoint(tmp_path / "run.pt", opt, model)
+    other, turned = made(1, -1)
+    if named:
+        load_checkpoint(tmp_path / "run.pt", turned, other)
+        assert {n: w.tolist() for n, w in turned.master_weights().items()} == {
+            n: w.tolist() for n, w in opt.master_weights().items()
+        }
+    else:
+        before = everything(other, turned)
+        with pytest.raises(ValueError, match="nothing was loaded") as caught:
+            load_checkpoint(tmp_path / "run.pt", turned, other)
+        assert "0: expected the state of 1.weight, got that of 0.weight" in str(caught.value)
+        assert everything(other, turned) == before
+    same, again = made(1, 1)
+    load_checkpoint(tmp_path / "run.pt", again, same)
+    assert everything(same, again) == everything(model, opt)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_model_that_fails_to_load_leaves_the_optimizer_too(tmp_path: Path, steps: int) -> None:
     model, opt = ready()
@@ -353,6 +385,17 @@ def test_an_error_while_writing_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
     save_checkpoint(path, opt, model, "new")
     assert load_checkpoint(path, opt, model) == "new"
+
+
+def test_an_error_while_writing_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    """And not the one that takes its place, whose name nobody knows."""
+    _, opt = ready()
+    (tmp_path / "folder.pt").mkdir()
+    for path, kind in ((tmp_path / "none/run.pt", FileNotFoundError), (tmp_path / "folder.pt", IsADirectoryError)):
+        with pytest.raises(kind) as caught:
+            save_checkpoint(path, opt)
+        assert (caught.value.filename, caught.value.filename2) == (str(path), None)
+    assert [f.name for f in tmp_path.iterdir()] == ["folder.pt"]
 
 
 KILLED = """

@@ -199,10 +199,24 @@ def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     assert "are of 3 states of the sources" in tool.report(outcomes, [], tool.Extent(1000, 3, False, 10, states=3))
     assert f"- {bad}: outside the bound: p\n" in text
     assert "sample" not in tool.report(outcomes, [], tool.Extent(2, 3, False, pairs=2))
-    kernels = [tool.Kernels((cell.spec, cell.plan)) for cell in (good, bad)]
-    some, all_of_them = (tool.report(outcomes, kernels, tool.Extent(2, 3, True, pairs)) for pairs in (10, 2))
-    assert "kernels of 2 of 10 pairs of rule and plan, the first ones of the order drawn by seed 3." in some
-    assert "kernels of 2 of 2 pairs of rule and plan.\n" in all_of_them
+    turns = [tool.Turn((cell.spec, cell.plan), number, 3) for number in range(3) for cell in (good, bad)]
+    some, all_of_them = (
+        tool.report(outcomes, [tool.Kernels(turn) for turn in turns[:count]], tool.Extent(2, 3, True, pairs=2))
+        for count in (3, 6)
+    )
+    assert "all kernels of 0 of 2 pairs" in some
+    assert "drawn by seed 3: the first 4 of 1, the first 1 of 2 pairs." in some
+    assert "all kernels of 2 of 2 pairs of rule and plan.\nKernels of the same meaning" in all_of_them
+
+
+def test_the_turns_of_a_pair_take_each_of_its_kernels_once(tool: ModuleType) -> None:
+    names = [f"k{n}" for n in range(9)] * 2  # a kernel has a job for each target
+    turns = [tool.Turn(("adamw", "fp32"), number, 0).of(names) for number in range(len(tool.TURNS))]
+    assert [len(turn) for turn in turns] == [1, 3, 5]
+    assert set().union(*turns) == set(names)
+    assert turns == [tool.Turn(("adamw", "fp32"), number, 0).of(reversed(names)) for number in range(3)]
+    firsts = {frozenset(tool.Turn(("adamw", plan), 0, 0).of(names)) for plan in product.PLANS}
+    assert len(firsts) > 3  # not the same of every pair
 
 
 def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, tmp_path: Path) -> None:

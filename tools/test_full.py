@@ -14,11 +14,12 @@ Of eight cells one is run with the C++ kernels that users compile, the others wi
 which give the same bits (`harness.unoptimized`).  Kernels of the same meaning are compiled once for a target, whatever
 rules and plans they were printed for.
 
-Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on.  What was found is
-kept in build/test_full.jsonl as it comes: an interrupted run goes on where it was, and a longer one begins with what
-a shorter one found.  SIGTERM ends a run as --minutes does: what is begun is finished, and the report written.  After
-a change of the sources a result is still taken where what it depends on is the same: the printed text, the code that
-runs it, and the code that says what is right.  --fresh runs all of it again.
+Cells come in a drawn order: one of every pair of rule and plan, then a second of each, and so on.  So do kernels: one
+of every pair for all targets, then three more of each, then the rest.  What was found is kept in build/test_full.jsonl
+as it comes: an interrupted run goes on where it was, and a longer one begins with what a shorter one found.  SIGTERM
+ends a run as --minutes does: what is begun is finished, and the report written.  After a change of the sources a result
+is still taken where what it depends on is the same: the printed text, the code that runs it, and the code that says
+what is right.  --fresh runs all of it again.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ KEPT = ROOT / "build" / "test_full.jsonl"
 COMPILED = ROOT / "build" / "test_full_kernels.sqlite"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STEPS = 3
+TURNS = (1, 4, None)  # how many of a pair's kernels are compiled after its first turn, its second ...
 TASKS = 64  # of a process, before another takes its place: nodes and loaded kernels are never given back
 
 STOPPED = threading.Event()
@@ -150,33 +152,52 @@ def run_cell(cell: Cell) -> Outcome:
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Kernels:
-    """The kernels of one pair: how many were compiled for each target, how many spill or share memory, what failed."""
+@dataclass(frozen=True)
+class Turn:
+    """Kernels of one pair: those from TURNS[number - 1] to TURNS[number] of an order drawn for it."""
 
     pair: tuple[str, str]
+    number: int
+    seed: int
+
+    def of(self, names: Iterable[str]) -> set[str]:
+        """Those of these kernels that are compiled in this turn."""
+        order = sorted(set(names))
+        random.Random(f"{self.seed} {self.pair}").shuffle(order)
+        return set(order[TURNS[self.number - 1] if self.number else 0 : TURNS[self.number]])
+
+
+@dataclass
+class Kernels:
+    """What a turn compiled: how many kernels for each target, how many spill or share memory, what failed."""
+
+    turn: Turn
     compiled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
-    new: int = 0  # of them, compiled for this pair: the others have the meaning of one that was compiled before
+    new: int = 0  # of them, compiled in this turn: the others have the meaning of one that was compiled before
     spilled: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
-def compile_pair(pair: tuple[str, str]) -> Kernels:
-    """Cross-compiles every kernel of a pair; in a process that compiles."""
+def compile_turn(turn: Turn) -> Kernels:
+    """Cross-compiles the kernels of a pair whose turn it is; in a process that compiles."""
     import kernel_stats
 
     from optgen.driver import emit
 
     torch.set_num_threads(1)
-    out = Kernels(pair)
-    text = emit.emit_plan(product.spec_of(pair[0]), product.plan_of(pair[1]))["triton_kernels.py"]
+    out = Kernels(turn)
+    spec, plan = turn.pair
+    text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan))["triton_kernels.py"]
     prelude = kept.reach(frozenset(kept.imported_by(text)))
     done = kept.CompiledKernels(COMPILED)
     prints: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
         module = _module(Path(folder) / "kernels.py", text)
-        for job in kernel_stats.of_module(".".join(pair), module):
-            name = job.fn.__name__
+        jobs = list(kernel_stats.of_module(f"{spec}.{plan}", module))
+        taken = turn.of(job.fn.__name__ for job in jobs)
+        for job in jobs:
+            if (name := job.fn.__name__) not in taken:
+                continue
             print_ = prints[name] if name in prints else prints.setdefault(name, kept.fingerprint(job.fn))
             by_place = [(job.signature.get(a), repr(job.constexprs.get(a)), a in job.aligned) for a in job.fn.arg_names]
             for target in job.targets:
@@ -303,8 +324,15 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         ]
         lines += table(["target", "kernels compiled", "failed"], rows)
         spilled = [s for k in kernels for s in k.spilled]
-        order = f", the first ones of the order drawn by seed {extent.seed}" * (len(kernels) < extent.pairs)
-        lines += ["", f"They are the kernels of {len(kernels)} of {extent.pairs} pairs of rule and plan{order}."]
+        turns = Counter(k.turn.number for k in kernels)
+        at_once = [f"the first {n} of {turns[k]}" for k, n in enumerate(TURNS[:-1])]
+        whole = turns[len(TURNS) - 1]
+        lines += ["", f"They are all kernels of {whole} of {extent.pairs} pairs of rule and plan."]
+        if whole < extent.pairs:
+            lines += [
+                f"Of the others, those that came first in an order drawn by seed {extent.seed}:"
+                f" {', '.join(reversed(at_once))} pairs."
+            ]
         lines += ["Kernels of the same meaning were compiled once for a target, whatever they were printed for."]
         lines += ["", f"{len(spilled)} of them use stack or shared memory.", *(f"- {s}" for s in spilled)]
     failures = [f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad] + [f for k in kernels for f in k.failed]
@@ -425,21 +453,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if key:
                 results.add(str(cell), key, row, of)
     outcomes = [found[cell] for cell in cells if cell in found]
-    kernels: dict[tuple[str, str], Kernels] = {}
+    kernels: dict[Turn, Kernels] = {}
     if not chosen.no_targets:
         pairs = list(dict.fromkeys((o.cell.spec, o.cell.plan) for o in outcomes))
-        for pair in pairs:
-            if (row := results.now(f"kernels {pair}")) is not None:
-                kernels[pair] = Kernels(pair, **row["result"])
+        turns = [Turn(pair, number, chosen.seed) for number in range(len(TURNS)) for pair in pairs]
+        for turn in turns:
+            if (row := results.now(str(turn))) is not None:
+                kernels[turn] = Kernels(turn, **row["result"])
         with interpreting(False):
-            left_pairs = [p for p in pairs if p not in kernels]
-            for pair, made in spread(compile_pair, left_pairs, chosen.jobs, "kernels", until):
-                kernels[pair] = Kernels(pair, failed=[f"{pair}: {made}"]) if isinstance(made, str) else made
+            left_turns = [t for t in turns if t not in kernels]
+            for turn, made in spread(compile_turn, left_turns, chosen.jobs, "kernels", until):
+                kernels[turn] = Kernels(turn, failed=[f"{turn}: {made}"]) if isinstance(made, str) else made
                 if isinstance(made, str):
                     continue
-                row = asdict(kernels[pair])
-                del row["pair"]
-                results.add(f"kernels {pair}", "", row)
+                row = asdict(kernels[turn])
+                del row["turn"]
+                results.add(str(turn), "", row)
     extent = Extent(len(every), chosen.seed, not chosen.no_targets, len({(c.spec, c.plan) for c in every}), len(states))
     text = report(outcomes, list(kernels.values()), extent)
     if chosen.sample is None or chosen.write:

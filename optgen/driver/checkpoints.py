@@ -387,7 +387,10 @@ def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtyp
 
 
 def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path) -> None:
-    """Keys for parameters without names: the model's floating tensors in order, where that cannot be wrong."""
+    """Keys for parameters without names: the model's floating tensors in order, where their shapes agree.
+
+    Of equal shapes, the order may still be another: loading the result compares keys (`files.load_checkpoint`).
+    """
     floats: dict[str, Tensor] = {}
     for key, value in model.items():
         if isinstance(value, Tensor) and value.is_floating_point() and not any(_one(value, v) for v in floats.values()):

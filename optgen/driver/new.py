@@ -10,6 +10,7 @@ from optgen.base.names import camel, is_snake, snake
 from optgen.driver.load import home
 from optgen.lang.optimizer import RESERVED
 
+CALLED = "sqrt"  # by the template: within a function of that name it would be the function
 TEMPLATE = '''"""{title}: what it does, in one line."""
 
 from optgen.lang import hyper, nonneg, optimizer, sqrt, state
@@ -41,10 +42,10 @@ def new(name: str, project: Path | None = None) -> Path:
     """Writes specs/<name>.py and returns its path; never over a file that is there."""
     spelled = snake(name)
     path = name.endswith(".py") or not set(name).isdisjoint("/\\.")
-    if path or not is_snake(spelled) or spelled in RESERVED or spelled == "plans":
-        taken = spelled in RESERVED or spelled == "plans"
+    taken = spelled in RESERVED or spelled in ("plans", CALLED)
+    if path or not is_snake(spelled) or taken:
         remedy = (
-            "choose another name: this one is used by generated code or by specs/"
+            "choose another name: this one is used by generated code, by specs/ or in the spec"
             if taken and not path
             else "for instance my_rule, or MyRule"
         )

@@ -143,13 +143,13 @@ def wishes(project: Path, config: Config, built: Mapping[str, tuple[str, Sequenc
     out = []
     for rule in config.build:
         for spec in rule.specs:
-            names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [_placed(spec, project)]
+            names = [n for n in own if fnmatchcase(n, spec)] if is_pattern(spec) else [placed(spec, project)]
             for name in names:
-                out += plan_wishes(name, [_placed(plan, project) for plan in rule.plans], project)
+                out += plan_wishes(name, [placed(plan, project) for plan in rule.plans], project)
     return _once(out)
 
 
-def _placed(name: str, project: Path) -> str:
+def placed(name: str, project: Path) -> str:
     """A name of the table, as it is found from anywhere: files are below the project."""
     return str(project / name) if name.partition(":")[0].endswith(".py") else name
 

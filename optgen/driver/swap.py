@@ -110,7 +110,10 @@ def _put_back(staging: Path, out: Path, fresh: Mapping[str, bool]) -> None:
 @contextlib.contextmanager
 def _room(out: Path) -> Iterator[Path]:
     """A folder beside `out`, locked while this process lives, and gone afterwards."""
-    staging = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=_prefix(out), dir=out.parent))
+    except OSError as error:  # it names the folder that it could not make
+        raise OSError(error.errno, error.strerror, str(out)) from None
     try:
         with _ours(staging):
             yield staging

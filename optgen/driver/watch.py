@@ -9,11 +9,13 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from optgen.base.errors import UserError
 from optgen.driver import load
+from optgen.driver.build import read_manifest
+from optgen.driver.project import placed, read_config
 from optgen.driver.terminal import Terminal
 
 INTERVAL = 0.3  # seconds between two looks
@@ -21,20 +23,39 @@ INTERVAL = 0.3  # seconds between two looks
 Stamps = dict[Path, tuple[int, int]]
 
 
-def stamps(project: Path, names: Sequence[str]) -> Stamps:
-    """Every watched file with its time and size; a file that goes away between two calls is left out."""
-    files = {project / "pyproject.toml", *(Path(n.rpartition(".py:")[0] + ".py" if ".py:" in n else n) for n in names)}
+def stamps(project: Path, names: Sequence[str], plans: Sequence[str] = (), out: str | None = None) -> Stamps:
+    """Every watched file with its time and size; a file that goes away between two calls is left out.
+
+    They are the project's table, all of specs/, and what is built from elsewhere: by the command line, the table, or an
+    earlier build.
+    """
+    files = {project / "pyproject.toml"}
+    for reference in (*names, *plans, *_elsewhere(project, out)):
+        head, colon, _ = reference.rpartition(":")
+        path = head if colon and head.endswith(".py") else reference
+        if path.endswith(".py"):
+            files.add(Path(path))
     for folder in load.folders(project):
         with contextlib.suppress(UserError):  # the build says that a folder cannot be read
             files |= set(load.python_files(folder))
-    out: Stamps = {}
+    seen: Stamps = {}
     for file in sorted(files):
         try:
             found = file.stat()
         except OSError:
             continue
-        out[file] = found.st_mtime_ns, found.st_size
-    return out
+        seen[file] = found.st_mtime_ns, found.st_size
+    return seen
+
+
+def _elsewhere(project: Path, out: str | None) -> Iterator[str]:
+    """What the table and the generated folder call specs and plans by; the build says what is wrong with either."""
+    with contextlib.suppress(UserError):
+        config = read_config(project)
+        for rule in config.build or ():
+            yield from (placed(name, project) for name in (*rule.specs, *rule.plans))
+        built = read_manifest(Path.cwd() / out if out is not None else project / config.out)
+        yield from (str(project / spec.reference) for spec in built.specs.values())
 
 
 def watch(
@@ -61,7 +82,7 @@ def watch(
     before: Stamps = {}
     try:
         while keep_on():
-            now = stamps(project, names)
+            now = stamps(project, names, plans, out)
             if now != before:
                 if before:
                     changed = [p.name for p in sorted(set(now) | set(before)) if now.get(p) != before.get(p)]

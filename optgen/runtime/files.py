@@ -19,7 +19,7 @@ import secrets
 import struct
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -104,6 +104,9 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
     before = optimizer.state, optimizer.param_groups
     waiting = _waiting(optimizer)
     order = checkpoint.positions(optimizer.param_groups, content["optimizer"]["param_groups"], misfits)
+    if model is not None:
+        _same_places(optimizer, model, content["about"]["parameters"], order, misfits)
+        misfits.stop()
     optimizer.load_state_dict(content["optimizer"])
     if model is not None:
         try:
@@ -140,7 +143,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
     """What tools need to read the optimizer's part without it: its class, and what its parameters are."""
     generated = plans.generated_class(type(optimizer))
-    keys = {} if model is None else {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
+    keys = {} if model is None else _keys(model)
     parameters = [
         {"key": keys.get(id(p)), "shape": list(p.shape), "dtype": str(p.dtype).removeprefix("torch.")}
         for p in _parameters(optimizer)
@@ -149,6 +152,11 @@ def about(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Any]:
         "class": generated.__name__, "spec": generated.SPEC, "parameters": parameters,
         "readings": _readings(optimizer),
     }  # fmt: skip
+
+
+def _keys(model: nn.Module) -> dict[int, str]:
+    """id(tensor) -> its key in the model's state dict, the first one of a tied weight."""
+    return {id(t): name for name, t in reversed(model.state_dict(keep_vars=True).items())}
 
 
 READ = 64
@@ -251,6 +259,26 @@ def _compare(model: nn.Module, saved: Any, misfits: Misfits) -> None:
             misfits.add(f"model: {name}: expected {_what(live[name])}, got {_what(saved[name])}")
 
 
+def _same_places(
+    optimizer: Optimizer,
+    model: nn.Module,
+    saved: Sequence[Mapping[str, Any]],
+    order: Mapping[int, int],
+    misfits: Misfits,
+) -> None:
+    """Parameters without names are known by their places: where these hold other weights of the model than they did,
+    each would go on with another's state.
+    """
+    keys = _keys(model)
+    position = -1
+    for group in optimizer.param_groups:
+        for place, p in enumerate(group["params"]):
+            position += 1
+            now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
+            if None not in (now, then) and now != then:
+                misfits.add(f"{_label(group, place, position)}: expected the state of {now}, got that of {then}")
+
+
 def _what(value: Any) -> str:
     return describe(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
@@ -323,19 +351,27 @@ def _key(key: Any, where: str) -> Any:
 
 @contextmanager
 def instead_of(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path` when the block ends well; else it is deleted."""
+    """A new file that takes the place of `path` when the block ends well; else it is deleted.
+
+    An OSError names `path`: nobody knows the new file.
+    """
     made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
-    except BaseException:
-        with suppress(OSError):
-            made.unlink()
-        raise
+        descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            with os.fdopen(descriptor, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(made, path)
+        except BaseException:
+            with suppress(OSError):
+                made.unlink()
+            raise
+    except OSError as error:
+        if str(error.filename) != str(made):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     if hasattr(os, "O_DIRECTORY"):  # the name is safe only when the folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
