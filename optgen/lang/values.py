@@ -143,13 +143,21 @@ class Value:
 
     # -- what a value refuses to do
     def __eq__(self, o: object) -> bool:
-        raise UserError("E102", loc=author_loc(), what="==", hint="use equal(a, b) from optgen.lang")
+        raise refusals.compared(author_loc(), "==", self._asked if _is_zero(o) else "")
 
     def __ne__(self, o: object) -> bool:
-        raise UserError("E102", loc=author_loc(), what="!=", hint="use ~equal(a, b), equal from optgen.lang")
+        raise refusals.compared(author_loc(), "!=", self._asked if _is_zero(o) else "")
 
     def __bool__(self) -> bool:
-        raise refusals.truth(author_loc())
+        raise refusals.truth(author_loc(), self._asked)
+
+    @property
+    def _asked(self) -> str:
+        """The name of the hyper-parameter that this is, or is compared with 0; "" of anything else."""
+        node = self.node
+        if node.op == "lt" and ir.is_const(node.args[0], 0.0):
+            node = node.args[1]
+        return str(node.attr) if node.op == "sym" and node.attr != "step" else ""
 
     def __float__(self) -> float:
         raise refusals.number(author_loc(), "float()")
@@ -183,6 +191,10 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
+
+
+def _is_zero(x: object) -> bool:
+    return isinstance(x, (int, float)) and x == 0
 
 
 class AbsentReader:
