@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -34,11 +37,13 @@ from optgen.formats import (
     ue7m9,
     ue8m8,
 )
+from optgen.lang import sqrt
 from optgen.ops import dtypes
 from optgen.verify import bounds
 from optgen.verify.bounds import (
     largest_error,
     master_bound,
+    meant,
     one_step_bound,
     prove,
     steady_state,
@@ -194,6 +199,36 @@ def test_wrong_companders_are_refused_with_the_place(curve: object, inverse: obj
     assert caught.value.code == "E304"
     assert why in caught.value.message
     assert caught.value.locs[0].file == __file__
+
+
+@pytest.mark.parametrize("a", [0.81, 0.69, 0.9, 8.3, 8.7, 9.3, 9.7, 0.07, 0.015625])
+def test_a_curve_of_ordinary_decimals_is_proven(a: float) -> None:
+    """y (y + a) / (1 + a) and its inverse, the numbers written as decimals or computed from them."""
+    c = compander(
+        "bent",
+        lambda n: (sqrt(a * a + 4 * (1 + a) * n) - a) / 2,
+        lambda y: (y * y + a * y) * (1 / (1 + a)),
+    )
+    assert prove(c).convex
+    ends = Blocked(8, compander=c, signed=False, scale=fp32)
+    assert float(one_step_bound(ends).formula()) == pytest.approx(one_step_bound(ends).value, rel=1e-12)
+
+
+def test_floats_are_the_numbers_that_they_stand_for() -> None:
+    """Decimals of up to three places by their digits, quotients of whole numbers and sums by their value."""
+    for i in range(1, 10_000):
+        for places in (10, 100, 1000):
+            assert meant(i / places) == Fraction(i, places)
+    for p in range(1, 64):
+        for q in range(1, 64):
+            assert meant(p / q) == Fraction(p, q)
+            assert meant(-p / q) == Fraction(-p, q)
+    assert meant(1 - 0.81) == Fraction(19, 100)
+    assert meant(0.1 + 0.2) == Fraction(3, 10)
+    assert meant(1 / (2**16 - 1)) == Fraction(1, 2**16 - 1)
+    assert meant(1e-30) == Fraction(1, 10**30)
+    assert abs(meant(math.pi) - Fraction(math.pi)) < 1e-15
+    assert meant(0.0) == 0
 
 
 def test_a_falling_stretch_is_found() -> None:

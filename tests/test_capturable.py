@@ -160,6 +160,14 @@ def test_functions_of_one_number() -> None:
             assert got == pytest.approx(wanted, rel=2**-51, abs=0.0, nan_ok=True), (name, a)
 
 
+def test_cube_roots() -> None:
+    for a in NUMBERS:
+        got, wanted = host.cube_root(tensor(a)).item(), host.cube_root(a)
+        # A third is rounded: half an ulp, 2^-55, of the exponent is multiplied by |ln a|, at most 745.
+        assert got == pytest.approx(wanted, rel=745 * 2**-55 + 2**-51, abs=0.0, nan_ok=True), a
+        assert math.copysign(1, got) == math.copysign(1, wanted) or math.isnan(a)
+
+
 def test_powers() -> None:
     for base in (0.0, -0.0, 0.5, 0.999, 1.0, 3.0, -2.0, 1e300, math.inf, math.nan):
         for exponent in (-2000.0, -1.0, -0.5, 0.0, 0.5, 2.0, 7.0):

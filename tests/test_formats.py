@@ -54,7 +54,7 @@ from optgen.formats import (
 from optgen.formats.companders import Compander
 from optgen.formats.scales import LARGEST, SCALES, Scale
 from optgen.ir import node as ir
-from optgen.lang.values import Value
+from optgen.lang.values import Value, sqrt
 from optgen.ops import dtypes, spaces
 from optgen.verify.bounds import ROUNDOFF, cells_per_unit, master_bound, one_step_bound
 from specs import plans
@@ -364,6 +364,36 @@ def test_what_is_not_finite_stays_in_its_block_of_second_moments(fmt: Format, ba
             assert float(kept[0, 1, 5]) == float(kept[0, 1].max()) > 2.0**126
     elif bad == float("inf"):
         assert kept[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("d", [0.016, 0.004, 0.5])
+def test_a_curve_that_rounds_beyond_1_or_below_0_keeps_to_its_bound(d: float, signed: bool) -> None:
+    """sqrt(1 + k n) - 1 cancels: in fp32 the curve of the largest is 1.000002 for d = 0.016, and wrapped its code."""
+    k = 2 * d + d * d
+    c = Compander("sq", lambda n: (sqrt(1 + k * n) - 1) * (1 / d), lambda y: (2 * d * y + d * d * y * y) * (1 / k))
+    low = Compander("low", lambda n: 1 - c.curve(1 - n), lambda y: 1 - c.inverse(1 - y))
+    for x in (torch.linspace(0, 1, 64), 1 - torch.arange(64) * 2.0**-24, torch.arange(63, -1, -1) * 2.0**-23):
+        block = torch.cat([x[:-1], torch.ones(1)]).reshape(1, 1, 64)
+        for bent in (c, low):
+            fmt = Blocked(8, 64, bent, fp32, signed=signed, rounding="stochastic")
+            for word in (0, -1):
+                for value in (block, -block) if signed else (block,):
+                    kept = fmt.decode(fmt.encode(value, noise=noise(fmt.noise_bits, word)))
+                    error = (kept.double() - value.double()).abs().max()
+                    assert error <= one_step_bound(fmt).total, (bent.name, word)
+
+
+def test_curves_that_are_not_limited_stay_within_0_and_1() -> None:
+    """In fp32, of the last numbers before 1, of the smallest, and of others."""
+    torch.manual_seed(0)
+    n = torch.cat([1 - torch.arange(4096) * 2.0**-24, torch.rand(10_000), torch.tensor([0.0, 1e-45, 1e-38, 2.0**-24])])
+    for c in (linear, root, softsign(1), softsign(1.5), power(1 / 3), power(2 / 3), log(1), log(8), log(16)):
+        assert c.within
+        kept = c.curve(n)
+        assert kept.min() >= 0
+        assert kept.max() <= 1 + 2.0**-23  # half an ulp of a library's power; less than noise can see
+    assert not own.within
 
 
 @pytest.mark.parametrize("fmt", [f for f in SIGNED if isinstance(f, Float)], ids=name_of)

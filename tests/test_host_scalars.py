@@ -20,6 +20,8 @@ from optgen.runtime import plans, scalars
         (scalars.power(0.5, -2000.0), math.inf),
         (scalars.power(0.0, -1.0), math.inf),
         (scalars.power(2.0, 0.5), math.sqrt(2)),
+        (scalars.cube_root(-1.0), -1.0),
+        (scalars.cube_root(-math.inf), -math.inf),
         (scalars.exp(1e4), math.inf),
         (scalars.log(0.0), -math.inf),
         (scalars.floor(-0.5), -1.0),

@@ -322,3 +322,88 @@ def test_decomposed_functions_keep_to_their_counted_errors(tmp_path: Path) -> No
     report = t.check_steps(t.storage(plan, targets.recurrences_of(spec, ())), [torch.randn(5000) * scales] * 3)
     assert report.ok, report
     assert all(w.ratio > 0.05 for w in report.worst.values()), report
+
+
+SIGNED = """
+from optgen.lang import cbrt, hyper, optimizer, power, state
+
+
+@optimizer(cite="a test")
+def signed(p, g, root=state(), product=state(), chosen=state(), *, lr=hyper(1e-3, ge=0), part=hyper(3.0, ge=-4, le=80)):
+    root = 0.5 * root + cbrt(g)
+    product = 0.5 * product + g**9
+    chosen = 0.5 * chosen + power(g, part)
+    p = p - lr * (g + 0.01) ** -13 - lr * g**70
+    return p, root, product, chosen
+"""
+
+
+@pytest.mark.parametrize(("backend", "maths"), [("reference", "strict"), ("cpp", "fast")])
+def test_roots_and_powers_of_either_sign_keep_to_their_bounds(backend: str, maths: Any, tmp_path: Path) -> None:
+    """Bounds that hold the fp64 maths (compare sees to that), of numbers from 1e-45 to 1e30 of either sign."""
+    file = tmp_path / "signed.py"
+    file.write_text(SIGNED)
+    spec, plan = load.find_spec(file), load.find_plan("fp32")
+    cls = optgen.compile(spec, plan, maths)
+    model = FAST if maths == "fast" else STRICT
+    for part in (3.0, 2.0, 1.3, -2.0, 71.0):
+        torch.manual_seed(0)
+        t = Trial(cls, spec, torch.randn(5000), plan="fp32", backend=backend, model=model, options={"part": part})
+        scales = 10.0 ** torch.cat([torch.rand(2500) * 75 - 45, torch.rand(2500) * 0.6 - 0.3])
+        report = t.check_steps(t.storage(plan, targets.recurrences_of(spec, ())), [torch.randn(5000) * scales] * 2)
+        assert report.ok, (part, report)
+        assert report.claimed > 0.5
+        assert report.worst["root"].ratio > (0.05 if maths == "strict" else 0.005), report
+
+
+@pytest.mark.parametrize("e", [9, 13.0, -3, -11.0, 64, 65, 70.0, 1.5, -0.5, 0.5, 0, 0.0])
+@given(rows=triples)
+def test_powers_hold_the_maths_of_either_sign(e: float, rows: list[tuple[float, float, float]]) -> None:
+    """Of points and of intervals around them, against PyTorch's fp64 power wherever that is finite."""
+    x = columns(rows)[0].double()
+    for radius in (0.0, 1e-3, 2.0):
+        inside = Interval.around(x, radius * x.abs().clamp(min=1e-3) if radius else torch.zeros_like(x)) ** e
+        exact = x**e
+        assert (inside.contains(exact) | ~exact.isfinite()).all()
+        roots = cbrt(Interval.around(x, radius * x.abs()))
+        assert roots.contains(x.sign() * x.abs() ** (1 / 3)).all()
+
+
+def test_a_bound_of_other_maths_than_the_specs_is_broken() -> None:
+    """Kernel and enclosure agree on 0 where the spec makes -1: that the bound reaches so far says nothing."""
+    zero, exact = torch.zeros(3), {"p": torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64)}
+    inside = Values(Interval.point(zero), {})
+    assert compare({"p": zero}, inside, exact).ok
+    report = compare({"p": zero}, inside, exact, {"p": Interval.point(zero)})
+    assert report.broken == ("p",)
+    assert report.worst["p"].index == (1,)
+    assert report.worst["p"].ratio > 1
+
+
+def test_a_kernel_that_takes_other_maths_than_the_spec_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of intervals that has the same fault as a kernel hides it from the enclosure, not from the oracle."""
+    file = tmp_path / "powers.py"
+    file.write_text(POWERS.replace("abs(g) ** 0.7", "abs(g) ** 0.7 + 1e-3 * g**9").replace("state(nonneg)", "state()"))
+    spec, plan = load.find_spec(file), load.find_plan("fp32")
+    torch.manual_seed(0)
+    t = Trial(optgen.compile(spec, plan), spec, torch.randn(100), plan="fp32")
+    storage = t.storage(plan, targets.recurrences_of(spec, ()))
+    assert t.check_step(storage, torch.randn(100)).ok
+    whole = Interval.__pow__
+
+    def of_no_sign(x: Interval, e: float) -> Interval:
+        return where(x < 0, 0.0, whole(x, e)) if e == 9 else whole(x, e)
+
+    monkeypatch.setattr(Interval, "__pow__", of_no_sign)
+    real = Trial.run
+
+    def wrong(trial: Trial, g: Tensor) -> None:
+        """The step of a kernel that takes negative ninth powers for 0."""
+        real(trial, g)
+        size = trial.optimizer.state[trial.param]["size"]
+        size -= torch.where(g < 0, 1e-3 * g**9, 0.0)
+
+    monkeypatch.setattr(Trial, "run", wrong)
+    assert "size" in t.check_step(storage, -torch.rand(100) - 1).broken

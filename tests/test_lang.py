@@ -20,6 +20,7 @@ from optgen.base.errors import UserError
 from optgen.ir.node import Node, postorder
 from optgen.lang import (
     Spec,
+    cbrt,
     clip,
     col,
     col_mean,
@@ -34,6 +35,7 @@ from optgen.lang import (
     norm,
     optimizer,
     policies,
+    power,
     rms,
     row,
     row_max,
@@ -750,6 +752,32 @@ def test_functions_agree_between_readers() -> None:
     got = torch.tensor(values[trace.p.uid], dtype=torch.float64)
     # x ** 1.5 is traced as exp2(1.5 * log2(x)): three roundings of a number of size 5.
     torch.testing.assert_close(got, new, rtol=64 * 2.0**-53, atol=0)
+
+
+@optimizer()
+def of_either_sign(p, g, t, *, lr=hyper(0.1), part=hyper(3.0), below=hyper(-8.0)):
+    raised = g**9 + g**-11 + g**13.0 + g**65 + abs(g) ** 1.5 + power(g, part) + g ** (part + 1)
+    p = p - lr * (raised + cbrt(g) + cbrt(below) + power(abs(below), 0.5))
+    return p
+
+
+def test_roots_and_powers_of_negative_numbers_agree_between_readers() -> None:
+    """The probe's reading of the trace, tensors, plain numbers, and Python's own powers."""
+    g = torch.tensor([-1.7, -1.0, -0.3, 0.4, 1.0, 1.3], dtype=torch.float64)
+    p = torch.zeros_like(g)
+    new, _, _ = of_either_sign.evaluate(p, g, 3)
+    alone = [of_either_sign.evaluate(0.0, x, 3)[0] for x in g.tolist()]
+    trace = of_either_sign.trace({})
+    run = Run(tuple(zip(p.tolist(), g.tolist(), strict=True)), len(g))
+    scalars = {"lr": 0.1, "part": 3.0, "below": -8.0, "step": 3.0}
+    values = run.values([trace.p], scalars, {"p": p.tolist(), "g": g.tolist()})
+    exact = [
+        -0.1 * (x**9 + x**-11 + x**13 + x**65 + abs(x) ** 1.5 + x**3 + x**4 + math.cbrt(x) - 2 + math.sqrt(8))
+        for x in g.tolist()
+    ]
+    # Powers of the readers are libraries' or products: 70 roundings of terms none of which is 10^3 times the sum.
+    for got in (new.tolist(), alone, values[trace.p.uid]):
+        assert got == pytest.approx(exact, rel=1000 * 70 * 2.0**-53)
 
 
 def test_another_reading_is_an_object_with_a_reader() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from optgen.lang import Spec, cbrt, hyper, maximum, optimizer, state
+from optgen.driver import targets
+from optgen.ir.node import postorder
+from optgen.lang import Spec, cbrt, hyper, maximum, nonneg, optimizer, power, state
 from optgen.lang.values import exp2, log2
+from optgen.lower import lower
+from optgen.ops import dtypes
 from tests import harness
 
 # Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
@@ -60,6 +65,91 @@ def test_decomposed_functions_keep_what_is_not_finite(maths: str, backend: str, 
     normal = (x.abs() >= 2.0**-126) | (x == 0)
     roots = kept["rooted"][len(NANS) :].double()
     torch.testing.assert_close(roots[normal], (x.abs() ** (1 / 3))[normal], rtol=2.0**-21, atol=0.0)
+
+
+@optimizer(cite="a test")
+def of_either_sign(
+    p, g, rooted=state(), ninth=state(), inverse=state(), far=state(), even=state(), chosen=state(),
+    *, lr=hyper(1.0), part=hyper(3.0),
+):  # fmt: skip
+    rooted = 0.0 * rooted + cbrt(g)
+    ninth = 0.0 * ninth + g**9
+    inverse = 0.0 * inverse + (g + 2.0**-20) ** -11
+    far = 0.0 * far + g**65
+    even = 0.0 * even + g**70.0
+    chosen = 0.0 * chosen + power(g, part)
+    p = p - lr * cbrt(g)
+    return p, rooted, ninth, inverse, far, even, chosen
+
+
+def of_a_power(x: Tensor, e: float) -> Tensor:
+    """Half-ulp roundings of 2 ** (e * log2(|x|)): those of e, of the logarithm (8 of its mantissa's part, at most 1/2,
+    and its own) and of the product are of the exponent, then come 6 of exp2 and one of the sign."""
+    t = (e * x.abs().log2()).abs()
+    return math.log(2) * (3 * t + 8 * abs(e) / 2) + 7
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+@pytest.mark.parametrize("part", [3.0, 2.0, 1.7, -5.0])
+def test_roots_and_powers_of_negative_numbers_are_those_of_the_maths(
+    maths: str, backend: str, part: float, tmp_path: Path
+) -> None:
+    """Against NumPy's fp64: the sign of odd roots and powers, whatever their size; NaN where there is no real one."""
+    torch.manual_seed(0)
+    g = torch.randn(2000) * 10.0 ** (torch.rand(2000) * 1.6 - 1)
+    g = g[(g.abs() > 0.3) & (g.abs() < 3.0)]  # x**70 and x**-11 stay within fp32's normal numbers
+    kept = kept_by(of_either_sign, maths, backend, g, tmp_path, part=part)
+    x, spread = g.double(), 8 if maths == "fast" else 1  # fast maths: 8 roundings for one (verify/intervals.py)
+    shifted = (g + 2.0**-20).double()
+    with np.errstate(invalid="ignore"):
+        chosen = torch.from_numpy(np.power(x.numpy(), np.float64(part)))
+    wanted = {
+        "rooted": (torch.from_numpy(np.cbrt(x.numpy())), torch.tensor(4.0)),
+        "ninth": (x**9, torch.tensor(9.0)),
+        "inverse": (shifted**-11, torch.tensor(12.0)),
+        "far": (x**65, of_a_power(x, 65)),
+        "even": (x**70, of_a_power(x, 70)),
+        "chosen": (chosen, of_a_power(x, part)),
+    }
+    assert torch.equal(kept["chosen"].isnan(), chosen.isnan())
+    assert bool(chosen.isnan().any()) == (part == 1.7)
+    for name, (exact, units) in wanted.items():
+        error = (kept[name].double() - exact).abs().nan_to_num()
+        assert (error <= units * spread * 2.0**-24 * (1 + 2.0**-10) * exact.abs().nan_to_num()).all(), name
+    assert (kept["p"] + kept["rooted"]).abs().max() == 0
+
+
+@pytest.mark.parametrize(("maths", "backend"), MODES)
+def test_odd_roots_and_powers_keep_zeros_infinities_and_nans(maths: str, backend: str, tmp_path: Path) -> None:
+    g = torch.cat([NANS, torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    kept = kept_by(of_either_sign, maths, backend, g, tmp_path)
+    for name in ("rooted", "ninth", "far", "chosen"):
+        assert torch.equal(kept[name].isnan(), g.isnan()), name
+        assert torch.equal(kept[name][len(NANS) :], g[len(NANS) :]), name
+    assert kept["even"][len(NANS) :].tolist() == [0.0, 0.0, math.inf, math.inf]
+    assert torch.equal(kept["p"][len(NANS) : -2], torch.zeros(2))
+
+
+@optimizer(cite="a test")
+def of_one_sign(p, g, v=state(nonneg), *, lr=hyper(1e-3, ge=0), scale=hyper(0.5, ge=0)):
+    v = 0.9 * v + scale * g * g
+    p = p - lr * g / (cbrt(v) + abs(g) ** 0.7 + (v + 1e-3) ** 1.3 + 1e-6)
+    return p, v
+
+
+def test_what_is_never_negative_is_spelled_without_a_sign() -> None:
+    """As a nonneg state, a square and a magnitude show; MADGRAD's kernels depend on it."""
+
+    def ops(spec: Spec) -> set[str]:
+        flags = {f.name: f.default for f in spec.flags}
+        recurrences = targets.recurrences_of(spec, tuple(sorted(flags.items())))
+        storage = harness.plan_of("fp32").storage(spec.present(flags), dtypes.f32, False, recurrences)
+        return {n.op for n in postorder(lower(spec, flags, storage).roots())}
+
+    for spec in (of_one_sign, harness.spec_of("madgrad")):
+        assert "cbrt" in ops(spec)
+        assert not {"cbrt_signed", "power_signed"} & ops(spec)
+    assert {"cbrt_signed", "power_signed"} <= ops(of_either_sign)
 
 
 @pytest.mark.parametrize(("maths", "backend"), MODES)

@@ -72,7 +72,7 @@ HOST: dict[str, Spelling] = {
     "abs": _function("abs"),
     "max": _function("larger"),
     "min": _function("smaller"),
-    "cbrt": lambda p, n: (f"{p.text(n.args[0], 41)} ** (1 / 3)", 40),
+    "cbrt": _function("cube_root"),
     "not": _function("negated"),
     "and": _function("both"),
     "or": _function("either"),
@@ -137,7 +137,8 @@ def _shared(program: Program, statements: list[Let]) -> list[Let]:
 
 
 HELPERS = (
-    "both", "choose", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "root", "smaller",
+    "both", "choose", "cube_root", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "root",
+    "smaller",
 )  # fmt: skip
 
 

@@ -101,6 +101,9 @@ class Blocked(Coded):
         exact = self.compander.encode(value, scale, self.codes, signed=self.signed)
         if not self.scale.covers:
             exact = clip(exact, -float(self.codes), float(self.codes))
+        elif not self.compander.within:
+            # A hair above the last code, noise would carry into the next one: the first, or the sign.
+            exact = clip(exact, -float(self.codes) if self.signed else 0.0, float(self.codes))
         if noise is None:
             return cast(rint(exact), dtypes.i32) + bias
         # 1.5 * 2^(23 - n) leaves n bits of fraction at the end of the pattern, the code right above them: the noise

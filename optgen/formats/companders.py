@@ -71,6 +71,7 @@ class Compander:
     odd           whether curve and inverse take negative numbers as they are: curve(-n) = -curve(n)
     short_encode  (x, scale, N) -> N * curve(x / scale), the sign with it, for |x| <= scale; None: by the curve
     short_decode  (code, scale, N) -> scale * inverse(code / N)
+    within        whether f32 arithmetic keeps the curve in [0, 1], so that no code needs to be limited
     """
 
     name: str
@@ -79,6 +80,7 @@ class Compander:
     odd: bool = False
     short_encode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
     short_decode: Callable[[Num, Num, int], Num] | None = field(default=None, compare=False, repr=False)
+    within: bool = field(default=False, compare=False, repr=False)
     loc: Loc | None = field(default_factory=lambda: locs.here(2), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ linear = Compander(
     odd=True,
     short_encode=lambda x, scale, codes: x * (float(codes) / scale),
     short_decode=lambda code, scale, codes: code * (scale * ((1 - BELOW) / codes)),
+    within=True,
 )
 
 
@@ -151,10 +154,11 @@ def _softsign(k: float) -> Compander:
         odd=True,
         short_encode=short_encode,
         short_decode=short_decode,
+        within=True,
     )
 
 
-root = Compander("root", lambda n: sqrt(n), lambda y: y * y)
+root = Compander("root", lambda n: sqrt(n), lambda y: y * y, within=True)
 
 
 def power(p: float) -> Compander:
@@ -172,8 +176,8 @@ def _power(p: float) -> Compander:
     whole = round(1 / p)
     if abs(whole * p - 1) < 1e-12:
         # The inverse is a product: exact to rounding, and the curve is the same number's root.
-        return Compander(f"power(1/{whole})", lambda n: values.power(n, p), lambda y: y**whole)
-    return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p))
+        return Compander(f"power(1/{whole})", lambda n: values.power(n, p), lambda y: y**whole, within=True)
+    return Compander(f"power({p:g})", lambda n: values.power(n, p), lambda y: values.power(y, 1 / p), within=True)
 
 
 def log(octaves: int = 8) -> Compander:
@@ -192,6 +196,7 @@ def _log(octaves: int) -> Compander:
         f"log({octaves})",
         lambda n: values.log2(1 + mu * n) * (1 / octaves),
         lambda y: (values.exp2(octaves * y) - 1) * (1 / mu),
+        within=True,
     )
 
 

@@ -190,6 +190,8 @@ def _of(node: Node, a: list[Interval], scalars: Mapping[str, Interval], nonneg: 
         return _over_node((1.0, 1.0), a[0], args[0], node)
     if op == "sqrt":
         return math.sqrt(max(a[0][0], 0.0)), math.sqrt(max(a[0][1], 0.0))
+    if op in ("cbrt", "power") and a[0][0] >= 0:
+        return 0.0, math.inf
     if op == "pow" and a[0][0] >= 0 and a[1][0] >= 0:
         return (0.0, max(1.0, a[0][1])) if a[0][1] <= 1 else (0.0, math.inf)
     if op == "neg":

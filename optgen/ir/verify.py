@@ -39,6 +39,8 @@ def _operands(node: Node) -> Iterator[str]:
         yield f"rotl of {kinds}"
     if node.op == "call" and (kinds[0] is not dtypes.f32 or any(a.space != spaces.host for a in node.args[1:])):
         yield f"call of {kinds}: one f32 per element, then host scalars"
+    if node.op in ("power", "power_signed") and node.args[1].space != spaces.host:
+        yield f"{node.op} with an exponent outside host space"
     if node.op in ("pow", "exp", "log") and node.space != spaces.host:
         yield f"{node.op} outside host space"
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from optgen.base.errors import UserError, did_you_mean
 from optgen.base.loc import Loc, of_code
-from optgen.base.names import camel, is_snake
+from optgen.base.names import camel, is_snake, unique
 from optgen.lang.declare import Declaration, FlagDecl, HostStateDecl, HyperDecl, StateDecl, flags_in
 from optgen.lang.source import Source
 from optgen.lang.spec import Evaluation, Matrix, Spec
@@ -28,7 +28,7 @@ RESERVED = frozenset(
 )
 # What generated code calls or takes where hyper-parameters, flags and host states are variables.
 CALLED = frozenset(
-    "abs both choose divide either exp floor larger log negated power root smaller "
+    "abs both choose cube_root divide either exp floor larger log negated power root smaller "
     "dict super foreach fused capturable differentiable "
     "get put pointer reciprocal inverse rint rotl sign minus block_max block_min block_magnitude quotient sqrt "
     "widened counter joined byte apart rounded within numbered opaque packed unpacked term fold down axis_max axis_min "
@@ -197,9 +197,9 @@ def _parts(name: str, decl: HyperDecl, source: Source) -> tuple[str, ...]:
         return tuple(f"{name}_{k}" for k in range(len(decl.default)))
     if len(names) != len(decl.default):
         loc = source.parameters[name]
-        raise UserError("E117", loc=loc, name=name, want=len(decl.default), got=", ".join(names))
+        raise UserError("E117", loc=loc, name=name, want=len(decl.default), got=", ".join(part for part, _ in names))
     # `_, beta2 = betas` leaves a part without a name.
-    return tuple(f"{name}_{k}" if part == "_" else part for k, part in enumerate(names))
+    return tuple(f"{name}_{k}" if part == "_" else part for k, (part, _) in enumerate(names))
 
 
 def _check_names(spec: Spec) -> None:
@@ -207,19 +207,22 @@ def _check_names(spec: Spec) -> None:
     seen: dict[str, Loc | None] = {}
     named = [(s.name, s.loc) for s in spec.kept] + [(f.name, f.loc) for f in spec.flags]
     for h in spec.hypers:
-        named += [(h.name, h.loc)] + [(part, h.loc) for part in h.parts if part != h.name]
+        places = dict(spec.source.unpacked(h.name) or ())
+        named += [(h.name, h.loc)] + [(part, places.get(part, h.loc)) for part in h.parts if part != h.name]
     tensors = {s.name for s in spec.states}  # whose variables get an underscore where they have to
     for name, loc in named:
         if name in RESERVED or (name in CALLED and name not in tensors):
-            raise UserError("E115", loc=loc, name=name, why="generated code needs this name")
+            free = unique(name, {*RESERVED, *CALLED, *(taken for taken, _ in named)})
+            hint = f"take another one, such as `{free}`"
+            raise UserError("E115", loc=loc, name=name, why="generated code needs this name", hint=hint)
         if name in tensors and name.startswith(("in_", "out_")):
             why = "generated code puts in_ and out_ before the names of states"
             raise UserError("E115", loc=loc, name=name, why=why)
         if not is_snake(name):
             raise UserError("E115", loc=loc, name=name, why="names are in snake_case")
         if name in seen:
-            places = [place for place in (loc, seen[name]) if place]
-            raise UserError("E115", loc=places, name=name, why="it already names something else")
+            both = [place for place in (loc, seen[name]) if place]
+            raise UserError("E115", loc=both, name=name, why="it already names something else")
         seen[name] = loc
 
 

@@ -72,7 +72,7 @@ def _text(node: Node, parts: list[tuple[str, int]]) -> tuple[str, int]:
     if node.op in ("neg", "not"):
         text, binds = parts[0]
         return ("-" if node.op == "neg" else "~") + (text if binds >= PREFIX else f"({text})"), PREFIX
-    if node.op == "pow":
+    if node.op in ("pow", "power"):
         (base, a), (exponent, b) = parts
         return (base if a >= ATOM else f"({base})") + "**" + (exponent if b >= ATOM else f"({exponent})"), POWER
     if node.op == "where":

@@ -30,6 +30,7 @@ G = (0.0, 1e-3, -2.0)
 STEPS = 3
 SMALLEST = 2.0**-126  # the smallest normal number of fp32
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
+OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
 Grid = tuple[tuple[float, float], ...]  # (p, g) of each element, row by row
 
 
@@ -53,6 +54,10 @@ def _total(f: Callable[..., float]) -> Callable[..., float]:
     return safe
 
 
+def _power(a: float, b: float) -> float:
+    return math.inf if a == 0 and b < 0 else _total(lambda x, y: x**y)(a, b)  # NaN for a complex number
+
+
 def _propagating(pick: Callable[..., float]) -> Callable[[float, float], float]:
     return lambda a, b: math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
 
@@ -61,6 +66,7 @@ _EVAL: dict[str, Callable[..., float]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a,
     "div": _div, "fma": lambda a, b, c: a * b + c, "abs": abs, "min": _propagating(min), "max": _propagating(max),
     "sqrt": _total(math.sqrt), "floor": _total(math.floor), "rint": _total(round), "pow": _total(lambda a, b: a**b),
+    "power": _power,
     "exp": _total(math.exp), "log": _total(math.log), "exp2": _total(lambda a: 2.0**a), "log2": _total(math.log2),
     "rsqrt": lambda a: _div(1.0, _total(math.sqrt)(a)), "rcp": lambda a: _div(1.0, a), "cbrt": _total(math.cbrt),
     "sign": lambda a: a if math.isnan(a) else float((a > 0) - (a < 0)),
@@ -239,6 +245,8 @@ def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> Non
                 took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
                 small = _lost(bad, values, j)
                 hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
+                if bad.op == "power" and values[bad.args[0].uid][j] < 0:
+                    hint = {"hint": OF_SIZE}
                 where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
                 raise UserError(
                     "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,

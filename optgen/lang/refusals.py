@@ -8,7 +8,7 @@ import sys
 
 from optgen.base.errors import UserError
 from optgen.base.loc import Loc
-from optgen.lang.source import Span, smallest
+from optgen.lang.source import Span, smallest, span_of, within
 
 # Python's function -> ours.
 _FUNCTIONS = {
@@ -67,8 +67,31 @@ def iteration(loc: Loc) -> UserError:
     return UserError("E102", loc=loc, what="unpacking", hint="only a tuple hyper-parameter has parts")
 
 
-def truth(loc: Loc) -> UserError:
-    """bool(), asked for by a statement, an operator or a function."""
+_WORDS = {ast.If: "if", ast.IfExp: "if", ast.While: "while", ast.Assert: "assert"}
+
+
+def _switch(scalar: str) -> dict[str, str]:
+    """The hint for a condition that asks whether a host scalar is 0; nothing where it asks otherwise."""
+    if not scalar:
+        return {}
+    flag = f"has_{scalar}"
+    return {"hint": f'{flag}=flag(nonzero="{scalar}") in the signature is a switch that follows it: if {flag}:'}
+
+
+def compared(loc: Loc, mark: str, scalar: str) -> UserError:
+    """`==` or `!=`; `scalar`: the hyper-parameter that is compared with 0, or nothing."""
+    ours = "equal(a, b)" if mark == "==" else "~equal(a, b)"
+    at = smallest(loc.file, _span(loc), tuple(_WORDS))
+    test = getattr(at, "test", None)
+    if test is None or not within(_span(loc), span_of(test)):
+        where_from = " from optgen.lang" if mark == "==" else ", equal from optgen.lang"
+        return UserError("E102", loc=loc, what=mark, hint=f"use {ours}{where_from}")
+    hint = _switch(scalar) or {"hint": f"write where({ours}, x, y), equal and where from optgen.lang"}
+    return UserError("E101", loc=loc, what=_WORDS[type(at)], **hint)
+
+
+def truth(loc: Loc, scalar: str = "") -> UserError:
+    """bool(), asked for by a statement, an operator or a function; `scalar`: of which host scalar, or nothing."""
     kinds = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Call)
     at: ast.AST | None = smallest(loc.file, _span(loc), kinds)
     name = called(loc)[0]
@@ -84,5 +107,4 @@ def truth(loc: Loc) -> UserError:
         return UserError("E101", loc=loc, what=word, hint=f"write (a) {mark} (b)")
     if isinstance(at, ast.UnaryOp) and isinstance(at.op, ast.Not):
         return UserError("E101", loc=loc, what="not", hint="write ~(a)")
-    words = {ast.While: "while", ast.Assert: "assert"}
-    return UserError("E101", loc=loc, what=next((w for k, w in words.items() if isinstance(at, k)), "if"))
+    return UserError("E101", loc=loc, what=_WORDS.get(type(at), "if"), **_switch(scalar))

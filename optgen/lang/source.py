@@ -26,7 +26,7 @@ from optgen.base.loc import Loc, of_code, relative
 Span = tuple[int, int, int, int]  # line, column, end line, end column; lines from 1, columns from 0
 
 
-def _span(node: ast.AST) -> Span:
+def span_of(node: ast.AST) -> Span:
     return (
         getattr(node, "lineno", 0),
         getattr(node, "col_offset", 0),
@@ -35,7 +35,7 @@ def _span(node: ast.AST) -> Span:
     )
 
 
-def _within(inner: Span, outer: Span) -> bool:
+def within(inner: Span, outer: Span) -> bool:
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 
@@ -144,7 +144,7 @@ class Source:
         return None
 
     def loc(self, node: ast.AST) -> Loc:
-        line, col, end_line, end_col = _span(node)
+        line, col, end_line, end_col = span_of(node)
         return Loc(self.file, line, col, end_line, end_col, self.name)
 
     @property
@@ -163,9 +163,9 @@ class Source:
         pairs += list(zip(a.kwonlyargs, a.kw_defaults, strict=True))
         out = {}
         for arg, default in pairs:
-            line, col, end_line, end_col = _span(arg)
+            line, col, end_line, end_col = span_of(arg)
             if default is not None:
-                end_line, end_col = _span(default)[2:]
+                end_line, end_col = span_of(default)[2:]
             out[arg.arg] = Loc(self.file, line, col, end_line, end_col, self.name)
         return out
 
@@ -203,7 +203,7 @@ class Source:
         """The lines of the function as the author wrote them, without its head and docstring, from column 0."""
         head = self.node.body[0]
         said = isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant)
-        first, last = _span(head)[2] + 1 if said else head.lineno, _span(self.node)[2]
+        first, last = span_of(head)[2] + 1 if said else head.lineno, span_of(self.node)[2]
         rows = [linecache.getline(self.file, k) for k in range(first, last + 1)]
         return tuple(textwrap.dedent("".join(rows)).strip("\n").split("\n"))
 
@@ -211,13 +211,13 @@ class Source:
     def statements(self) -> tuple[Statement, ...]:
         kinds = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
         return tuple(
-            Statement(_span(n), " ".join(self._segment(n).split()), _bound(n))
+            Statement(span_of(n), " ".join(self._segment(n).split()), _bound(n))
             for n in own_nodes(self.node)
             if isinstance(n, kinds)
         )
 
     def _segment(self, node: ast.AST) -> str:
-        line, col, end_line, end_col = _span(node)
+        line, col, end_line, end_col = span_of(node)
         rows = [linecache.getline(self.file, k).encode() for k in range(line, end_line + 1)]
         rows[-1] = rows[-1][:end_col]
         rows[0] = rows[0][col:]
@@ -232,7 +232,7 @@ class Source:
                 continue
             # Without columns (PYTHONNODEBUGRANGES) the line alone decides.
             inner = (line, col or 0, end_line or line, end_col or col or 0)
-            hits = [s for s in self.statements if _within(inner, s.span) or (col is None and s.span[0] == line)]
+            hits = [s for s in self.statements if within(inner, s.span) or (col is None and s.span[0] == line)]
             out.append(min(hits, key=lambda s: (s.span[2] - s.span[0], s.span[3] - s.span[1]), default=None))
         return out
 
@@ -241,13 +241,13 @@ class Source:
         i = lasti // 2
         return self._at_instruction[i] if 0 <= i < len(self._at_instruction) else None
 
-    def unpacked(self, name: str) -> tuple[str, ...] | None:
-        """The names in `a, b = name`, where the function has such a statement."""
+    def unpacked(self, name: str) -> list[tuple[str, Loc]] | None:
+        """The names in `a, b = name` and where they stand, where the function has such a statement."""
         for n in own_nodes(self.node):
             if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id == name:
                 target = n.targets[0]
                 if isinstance(target, (ast.Tuple, ast.List)) and all(isinstance(e, ast.Name) for e in target.elts):
-                    return tuple(_names(target))
+                    return [(part, self.loc(e)) for e in target.elts for part in _names(e)]
         return None
 
     @cached_property
@@ -264,5 +264,5 @@ class Source:
 def smallest(file: str, span: Span, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
     """The innermost node of one of the kinds that contains the span."""
     tree = tree_of(file)
-    hits = [n for n in ast.walk(tree) if isinstance(n, kinds) and _within(span, _span(n))] if tree else []
-    return min(hits, key=lambda n: (_span(n)[2] - _span(n)[0], _span(n)[3] - _span(n)[1]), default=None)
+    hits = [n for n in ast.walk(tree) if isinstance(n, kinds) and within(span, span_of(n))] if tree else []
+    return min(hits, key=lambda n: (span_of(n)[2] - span_of(n)[0], span_of(n)[3] - span_of(n)[1]), default=None)

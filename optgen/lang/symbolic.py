@@ -28,7 +28,7 @@ _FUNCTIONS = {
     "rsqrt": lambda x: sympy.Pow(x, sympy.Rational(-1, 2)),
     "cbrt": lambda x: sympy.Pow(x, sympy.Rational(1, 3)),
     "rcp": lambda x: sympy.Pow(x, -1),
-    "neg": lambda x: sympy.Mul(-1, x),
+    "neg": lambda x: sympy.Mul(-1, x), "power": sympy.Pow,
     "add": sympy.Add, "mul": sympy.Mul, "pow": sympy.Pow, "abs": sympy.Abs, "sign": sympy.sign, "exp": sympy.exp,
     "sub": lambda a, b: sympy.Add(a, _negated(b)), "div": lambda a, b: sympy.Mul(a, sympy.Pow(b, -1)),
     "log": sympy.log, "exp2": lambda x: sympy.Pow(2, x), "log2": lambda x: sympy.log(x) / sympy.log(2),

@@ -89,22 +89,13 @@ class Value:
         return _op("abs", self)
 
     def __pow__(self, e: Num) -> Any:
-        if isinstance(e, (int, float)) and self.node.space != spaces.host:
-            if e == 2:
-                return _op("mul", self, self)
-            if e == 0.5:
-                return _op("sqrt", self)
-            if e == 0:
-                return Value(ir.const(1.0), self.record)
-            if e == int(e) and 1 <= e <= 8:
-                out = self
-                for _ in range(int(e) - 1):
-                    out = _op("mul", out, self)
-                return out
-            if e == int(e) and -8 <= e <= -1 or e == -0.5:
-                return _op("div", 1.0, self**-e)
-            return power(self, e)
-        return _op("pow", self, e)
+        if self.node.space == spaces.host or lift(e).space != spaces.host:
+            return _op("pow", self, e)
+        if not isinstance(e, (int, float)):
+            return _op("power", self, e)
+        if not math.isfinite(_float(e)):
+            raise UserError("E104", loc=author_loc(), got=f"the exponent {e}", hint="an exponent is a finite number")
+        return raised(self, e) if e else Value(ir.const(1.0), self.record)
 
     def __rpow__(self, b: Num) -> Value:
         return _op("pow", b, self)
@@ -152,13 +143,21 @@ class Value:
 
     # -- what a value refuses to do
     def __eq__(self, o: object) -> bool:
-        raise UserError("E102", loc=author_loc(), what="==", hint="use equal(a, b) from optgen.lang")
+        raise refusals.compared(author_loc(), "==", self._asked if _is_zero(o) else "")
 
     def __ne__(self, o: object) -> bool:
-        raise UserError("E102", loc=author_loc(), what="!=", hint="use ~equal(a, b), equal from optgen.lang")
+        raise refusals.compared(author_loc(), "!=", self._asked if _is_zero(o) else "")
 
     def __bool__(self) -> bool:
-        raise refusals.truth(author_loc())
+        raise refusals.truth(author_loc(), self._asked)
+
+    @property
+    def _asked(self) -> str:
+        """The name of the hyper-parameter that this is, or is compared with 0; "" of anything else."""
+        node = self.node
+        if node.op == "lt" and ir.is_const(node.args[0], 0.0):
+            node = node.args[1]
+        return str(node.attr) if node.op == "sym" and node.attr != "step" else ""
 
     def __float__(self) -> float:
         raise refusals.number(author_loc(), "float()")
@@ -192,6 +191,10 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
+
+
+def _is_zero(x: object) -> bool:
+    return isinstance(x, (int, float)) and x == 0
 
 
 class AbsentReader:
@@ -265,7 +268,7 @@ def _check_numbers(nodes: list[Node]) -> None:
             )  # fmt: skip
 
 
-_FLOAT = frozenset("search place div sqrt floor rint pow exp log rsqrt rcp exp2 log2 cbrt".split())
+_FLOAT = frozenset("search place div sqrt floor rint pow power exp log rsqrt rcp exp2 log2 cbrt".split())
 _ARITHMETIC = _FLOAT | set("add sub mul neg min max abs sign lt le".split()) | {*REDUCTIONS, *GATHERS}
 _HOST_ONLY = {"pow": "x ** y with a variable exponent", "exp": "exp()", "log": "log()"}
 _SPELLED = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "and": "&", "or": "|", "xor": "^",
@@ -368,6 +371,11 @@ class MathReader:
     @staticmethod
     def pow(a: float, b: float) -> float:
         return float(a**b)
+
+    @staticmethod
+    def power(a: float, b: float) -> float:
+        out = a**b
+        return math.nan if isinstance(out, complex) else float(out)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
@@ -561,7 +569,7 @@ def rsqrt(x: Num) -> Num:
 
 
 def cbrt(x: Num) -> Num:
-    """The cube root of x >= 0."""
+    """The cube root, which has the sign of x."""
     return reader_of(x).cbrt(x)
 
 
@@ -585,13 +593,40 @@ def log2(x: Num) -> Num:
     return reader_of(x).log2(x)
 
 
-def power(x: Num, e: float) -> Num:
-    """x ** e for x >= 0 and a real exponent; 0 ** e is 0."""
-    r = reader_of(x)
-    if r is not _TRACE:
-        return x**e
-    tiny = 2.0**-126
-    return where(x < tiny, 0.0, exp2(e * log2(maximum(x, tiny))))
+def power(x: Num, e: Num) -> Num:
+    """x ** e of a real exponent, a number or a host scalar: NaN where x < 0, unless e is a whole number."""
+    r = reader_of(x, e)
+    return r.power(x, e) if r is _MATH else x**e
+
+
+MOST_PRODUCTS = 64
+"""The largest whole exponent of which products are made."""
+
+
+def raised(x: Num, e: float) -> Num:
+    """x ** e of a number e != 0, as traced values and intervals have it: products, a root, or the reader's power."""
+    size = abs(e)
+    if size != 0.5 and not (float(e).is_integer() and size <= MOST_PRODUCTS):
+        return reader_of(x).power(x, e)
+    out = sqrt(x) if size == 0.5 else _product(x, int(size))
+    return out if e > 0 else 1.0 / out
+
+
+def _product(x: Num, n: int) -> Num:
+    """x ** n, n >= 1: the author's products one after the other where they are few, else those of squares."""
+    if n <= 8:
+        out = x
+        for _ in range(n - 1):
+            out = out * x
+        return out
+    made: Num = None
+    while True:
+        if n & 1:
+            made = x if made is None else made * x
+        n >>= 1
+        if not n:
+            return made
+        x = x * x
 
 
 def sign(x: Num) -> Num:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from optgen.formats.plan import Storage, field_name
 from optgen.ir import node as ir
 from optgen.ir.node import Node, Rewriter
 from optgen.ir.program import Buffer, Kept, Let, Program, Store
-from optgen.ir.ranges import is_plus
+from optgen.ir.ranges import ANY, Intervals, is_plus
 from optgen.lang.spec import Matrix, Spec
 from optgen.lang.values import Value
 from optgen.lower.naming import Recorder
@@ -169,6 +169,24 @@ def matrix_of(spec: Spec, flags: Mapping[str, bool], storage: Storage) -> Matrix
     return storage.matrix
 
 
+def _signed(spec: Spec) -> Callable[[Node], Node]:
+    """One node of the rule, cbrt and power spelled for negative operands too where those are not ruled out.
+
+    States that are nonneg, squares, magnitudes and the hyper-parameters' ranges rule them out.
+    """
+    intervals = Intervals(dict(hyper_ranges(spec)))
+    nonneg = {s.name for s in spec.states if s.nonneg}
+
+    def rule(node: Node) -> Node:
+        if node.op == "load":
+            intervals.known[node.uid] = (0.0, math.inf) if node.attr in nonneg else ANY
+        if node.op in ("cbrt", "power") and node.space != spaces.host and intervals(node.args[0])[0] < 0:
+            return ir.op(f"{node.op}_signed", *node.args)
+        return node
+
+    return rule
+
+
 def _replacing(old: Node, new: Node) -> Rewriter:
     return Rewriter(lambda node: new if node is old else node)
 
@@ -220,7 +238,11 @@ def lower(spec: Spec, flags: Mapping[str, bool], storage: Storage, *, grad: DTyp
 
     # Spec leaves are f32 loads by logical name; a decode may load an f32 buffer of that same name, so the
     # author's expressions are rewritten before the two meet.
-    rewrite = Rewriter(substitute)
+    signed, substituted = Rewriter(_signed(spec)), Rewriter(substitute)
+
+    def rewrite(node: Node) -> Node:
+        return substituted(signed(node))
+
     lets = [replace(let, node=rewrite(let.node)) for let in trace.lets]
     new_weight, new_nodes, lets = _with_kept(
         storage, rewrite(trace.p), {name: rewrite(node) for name, node in trace.states.items()}, lets

@@ -86,6 +86,9 @@ _ROWS = (
     Prim("log2", 1, core=False, doc="log2(x) of a positive normal x; Inf and NaN stay"),
     Prim("place", 1, "f32", core=False, doc="number of the table's entry x, with a fraction between two"),
     Prim("cbrt", 1, core=False, doc="cube root of x >= 0; Inf and NaN stay"),
+    Prim("cbrt_signed", 1, core=False, doc="cube root of any x: what lower makes of cbrt where x may be negative"),
+    Prim("power", 2, core=False, doc="x ** y of x >= 0 and a y of host space; a subnormal x counts as 0"),
+    Prim("power_signed", 2, core=False, doc="the same of any x; NaN below 0 where y is no whole number"),
 )
 
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}

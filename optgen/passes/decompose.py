@@ -1,7 +1,7 @@
 """decompose: primitives that no backend spells become core ones, so that they give the same bits everywhere.
 
 rewrite:
-    exp2(x), log2(x), cbrt(x)  ->  polynomials and bit operations on f32 and i32
+    exp2(x), log2(x), cbrt(x), power(x, y)  ->  polynomials and bit operations on f32 and i32
     place(x)  ->  search and lookup, in tables without a law or in strict maths
 rewrite (ROUNDS):
     table   lookup(x), search(x), place(x) of a table with a law  ->  the largest, or smallest, of a few straight lines:
@@ -69,8 +69,8 @@ def log2(x: Node) -> Node:
     return _finite(x, ir.op("add", ir.op("cast", e, attr=dtypes.f32), series))
 
 
-def cbrt(x: Node) -> Node:
-    """The cube root of x >= 0: a third of the exponent bits as a first guess (4 %), then three Newton steps."""
+def _cube_root(x: Node) -> Node:
+    """Of a positive number: a third of the exponent bits as a first guess (4 %), then three Newton steps."""
     b = ir.op("cast", ir.op("bitcast", x, attr=dtypes.i32), attr=dtypes.f32)
     third = ir.op("cast", ir.op("mul", b, _f(1 / 3)), attr=dtypes.i32)
     y = ir.op("bitcast", ir.op("add", third, _i(709921077)), attr=dtypes.f32)
@@ -78,12 +78,46 @@ def cbrt(x: Node) -> Node:
         quotient = ir.op("div", x, ir.op("mul", y, y))
         # Not (2 y + x / y^2) / 3: fast maths would gather the thirds of two steps into 9 x, which may overflow.
         y = ir.op("sub", y, ir.op("mul", ir.op("sub", y, quotient), _f(1 / 3)))
-    # 0 and Inf are their own roots; the quotient would make NaN of the latter.
-    inside = ir.op("and", ir.op("lt", _f(0.0), x), ir.op("le", x, _f(float.fromhex("0x1.fffffep127"))))
-    return ir.op("where", inside, y, x)
+    return y
 
 
-MEANS: dict[str, Callable[[Node], Node]] = {"exp2": exp2, "log2": log2, "cbrt": cbrt}
+def _rooted(x: Node, size: Node, root: Node) -> Node:
+    """The root where |x| = size is positive and finite, else x: 0, Inf and NaN are their own roots."""
+    # The quotient of a Newton step would make NaN of Inf.
+    inside = ir.op("and", ir.op("lt", _f(0.0), size), ir.op("le", size, _f(float.fromhex("0x1.fffffep127"))))
+    return ir.op("where", inside, root, x)
+
+
+def cbrt(x: Node) -> Node:
+    """The cube root of x >= 0."""
+    return _rooted(x, x, _cube_root(x))
+
+
+def cbrt_signed(x: Node) -> Node:
+    """The cube root of any x, -0 included: that of |x| with the sign of x."""
+    size = ir.op("abs", x)
+    root = _cube_root(size)
+    return _rooted(x, size, ir.op("where", ir.op("lt", x, _f(0.0)), ir.op("neg", root), root))
+
+
+def power(x: Node, y: Node) -> Node:
+    """x ** y of x >= 0: 2 ** (y * log2(x)); below the normal numbers 0 ** y, which the host computes."""
+    tiny = _f(2.0**-126)
+    none = _f(0.0) if y.op == "const" and y.attr > 0 else ir.op("pow", _f(0.0), y)
+    raised = exp2(ir.op("mul", y, log2(ir.op("max", x, tiny))))
+    return ir.op("where", ir.op("lt", x, tiny), none, raised)
+
+
+def power_signed(x: Node, y: Node) -> Node:
+    """x ** y of any x: |x| ** y, below 0 times (-1) ** y, which the host computes: 1, -1 or NaN."""
+    raised = power(ir.op("abs", x), y)
+    negative = ir.op("mul", ir.op("pow", _f(-1.0), y), raised)
+    return ir.op("where", ir.op("lt", x, _f(0.0)), negative, raised)
+
+
+MEANS: dict[str, Callable[..., Node]] = {
+    "exp2": exp2, "log2": log2, "cbrt": cbrt, "cbrt_signed": cbrt_signed, "power": power, "power_signed": power_signed,
+}  # fmt: skip
 
 
 def _lines(x: Node, lines: tuple[Line, ...], pick: str) -> Node:

@@ -26,7 +26,7 @@ RESERVED = {
     *"widened counter joined byte apart rounded within numbered opaque packed unpacked at_eight live_eight".split(),
     *"at_row at_col at_mat live_row live_col live_mat extent_rows extent_columns extent_elements".split(),
     *"term fold down larger axis_max axis_min axes dims indices".split(),
-    *"both choose divide either exp floor log negated power root smaller".split(),
+    *"both choose cube_root divide either exp floor log negated power root smaller".split(),
     *"b values scalars quotient sqrt Blocks few_sum few_max newton_schulz put".split(),
 }
 

@@ -100,6 +100,13 @@ def root(x: Scalar) -> Scalar:
     return math.sqrt(x) if x >= 0 else math.nan
 
 
+def cube_root(x: Scalar) -> Scalar:
+    """The cube root, which has the sign of x."""
+    if isinstance(x, Tensor):
+        return torch.copysign(x.abs() ** (1 / 3), x)
+    return math.cbrt(x)
+
+
 def power(base: Scalar, exponent: Scalar) -> Scalar:
     """base ** exponent; overflow is an infinity, 0 to a negative power too, and what would be complex is NaN."""
     if isinstance(base, Tensor) or isinstance(exponent, Tensor):

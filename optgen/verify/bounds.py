@@ -15,6 +15,8 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -453,11 +455,29 @@ def _factor(decay: float, relative: float) -> tuple[float, float]:
 
 
 def exactly(expression: Any) -> Any:
-    """The expression with its floats as the rationals that they stand for: 0.333... is 1/3."""
+    """The expression with its floats as the rationals that they stand for: 0.81 is 81/100, 0.333... is 1/3."""
     import sympy
 
-    floats = expression.atoms(sympy.Float)
-    return expression.xreplace({f: sympy.nsimplify(f, rational=True, tolerance=1e-14) for f in floats})
+    def rational(x: float) -> Any:
+        found = meant(x)
+        return sympy.Rational(found.numerator, found.denominator)
+
+    return expression.xreplace({f: rational(float(f)) for f in expression.atoms(sympy.Float)})
+
+
+FEW_DIGITS = 12
+"""A quotient or product that fp64 rounds has so few digits once in 10^4."""
+
+
+def meant(x: float) -> Fraction:
+    """The fraction that a float was written or computed for: a decimal of few digits, else a fraction of denominator
+    10^6 at most within 1e-14 of x, else the decimal."""
+    written = Decimal(repr(x))
+    decimal = Fraction(written)
+    if len(written.normalize().as_tuple().digits) <= FEW_DIGITS:
+        return decimal
+    near = decimal.limit_denominator(10**6)
+    return near if abs(near - decimal) <= abs(decimal) * Fraction(1, 10**14) else decimal
 
 
 def _nonnegative(expression: Any, variable: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Union
 import torch
 from torch import Tensor
 
-from optgen.lang.values import clip, exp2, log2, maximum, where
+from optgen.lang.values import clip, exp2, log2, maximum, raised, where
 
 F32_UNIT = 2.0**-24 * (1 + 2.0**-20)  # half an ulp; the excess covers the fp64 arithmetic on the ends
 F32_TINY = 2.0**-149  # twice half the smallest subnormal step
@@ -226,16 +226,12 @@ class Interval:
     __radd__, __rmul__ = __add__, __mul__
 
     def __pow__(self, e: float) -> Interval:
-        """As traced values do it: products for small whole exponents, else exp2(e * log2(x))."""
-        if e == 0.5:
-            return self.reader.sqrt(self)
-        if isinstance(e, int) and 1 <= e <= 8 or e == 2:
-            out = self
-            for _ in range(int(e) - 1):
-                out = out * self
-            return out
-        result: Interval = where(self < F32_NORMAL, 0.0, exp2(e * log2(maximum(self, F32_NORMAL))))
-        return result
+        """As traced values do it: products for whole exponents, else the reader's power.
+
+        Kernels have either for a number with a point, which may be the author's or a hyper-parameter's value.
+        """
+        out: Interval = raised(self, e) if e else self.new_full(tuple(self.shape), 1.0)
+        return _around(out, self.reader.power(self, e)) if isinstance(e, float) else out
 
     # -- comparisons
 
@@ -297,6 +293,11 @@ def _hull(ends: list[Tensor]) -> tuple[Tensor, Tensor]:
     for x in ends[1:]:
         lo, hi = torch.minimum(lo, x), torch.maximum(hi, x)
     return lo, hi
+
+
+def _around(x: Interval, y: Interval) -> Interval:
+    """The smallest interval that holds both."""
+    return Interval(torch.minimum(x.lo, y.lo), torch.maximum(x.hi, y.hi), x.model)
 
 
 def _unknown(where_: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,9 +373,10 @@ class _Reader:
         return Truth(same, (x.hi < y.lo) | (y.hi < x.lo))
 
     def exp2(self, x: Interval) -> Interval:
-        x = clip(x, -126.0, 127.0)
         units = Model(max(x.model.unit, F32_UNIT) * EXP2_UNITS, x.model.tiny)
-        return _rounded(torch.exp2(x.lo), torch.exp2(x.hi), units)._under(x.model)
+        # Kernels limit x; what it is exactly lies beyond.
+        both = [_rounded(torch.exp2(i.lo), torch.exp2(i.hi), units) for i in (x, clip(x, -126.0, 127.0))]
+        return _around(*both)._under(x.model)
 
     def log2(self, x: Interval) -> Interval:
         lo, hi = _unknown(x.lo <= 0, x.lo.log2(), x.hi.log2())
@@ -387,13 +389,28 @@ class _Reader:
     def cbrt(self, x: Interval) -> Interval:
         units = Model(x.model.unit * CBRT_UNITS, x.model.tiny)
         # The steps make NaN of Inf.
-        out = _rounded(*_unknown((x.lo < 0) | x.hi.isinf(), x.lo.abs() ** (1 / 3), x.hi.abs() ** (1 / 3)), units)
+        lo, hi = (t.sign() * t.abs() ** (1 / 3) for t in (x.lo, x.hi))
+        out = _rounded(*_unknown(x.magnitude().isinf(), lo, hi), units)
         # Below the normal numbers the first guess is far above the root: three steps bring it down, not there.
         high = torch.where((x.lo < F32_NORMAL) & (x.hi > 0), torch.clamp(out.hi, min=2.0**-42), out.hi)
-        return Interval(out.lo, high, x.model)
+        low = torch.where((x.hi > -F32_NORMAL) & (x.lo < 0), torch.clamp(out.lo, max=-(2.0**-42)), out.lo)
+        return Interval(low, high, x.model)
 
-    def pow(self, x: Interval, e: float) -> Interval:
-        return x**e
+    def power(self, x: Interval, e: float) -> Interval:
+        """exp2(e * log2(|x|)) with what it is exactly, beyond the limits of exp2 and under the normal numbers too."""
+        size = abs(x)
+        none = 0.0**e if e >= 0 else math.inf
+        kernel: Interval = where(size < F32_NORMAL, none, exp2(e * log2(maximum(size, F32_NORMAL))))
+        exact = _rounded(*_hull([size.lo**e, size.hi**e]), x.model)
+        out = _around(kernel, exact)
+        if not float(e).is_integer():
+            return Interval(*_unknown(x.lo < 0, out.lo, out.hi), x.model)
+        if e % 2 == 0:
+            return out
+        # An odd one has the sign of x; where x may have either, so may the power.
+        low = torch.where(x.lo >= 0, out.lo, -out.hi)
+        high = torch.where(x.hi < 0, -out.lo, out.hi)
+        return Interval(low, high, x.model)
 
     # Dimensions stay, as on tensors; a vector is one row, whose columns are its elements.
     def row_sum(self, x: Interval) -> Interval:
