@@ -756,7 +756,8 @@ def test_functions_agree_between_readers() -> None:
 
 @optimizer()
 def of_either_sign(p, g, t, *, lr=hyper(0.1), part=hyper(3.0), below=hyper(-8.0)):
-    raised = g**9 + g**-11 + g**13.0 + g**65 + abs(g) ** 1.5 + power(g, part) + g ** (part + 1)
+    other = where(equal(g, 0.0), 1.0, g)  # the first step of a weight without a gradient divides by no 0
+    raised = g**9 + other**-11 + g**13.0 + g**65 + abs(g) ** 1.5 + power(g, part) + g ** (part + 1)
     p = p - lr * (raised + cbrt(g) + cbrt(below) + power(abs(below), 0.5))
     return p
 
