@@ -13,8 +13,8 @@ L5  a scale (or a float) must follow the whole range of fp32, or saturate
 L6  a scale that is itself rounded to nearest, and not what the encoder divides by, is a second average that sticks
 L7  statistics of a whole tensor cost a second pass over memory
 L8  an ever-growing sum, to nearest, stops at the first value whose half cell exceeds a step
-L9  a running maximum without decay, stochastically, climbs: what is rounded up is never taken back; a constant
-    wanders
+L9  a running maximum without decay, stochastically, climbs: what is rounded up is never taken back; to nearest, in
+    codes that count in units of a scale, it follows the scale of its block; a constant, stochastically, wanders
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
@@ -152,9 +152,8 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         out.append(("L8", "error", reason))
     if kind == "max" and nearest and decay is not None and decay < 1:
         out += _l2(fmt, decay)
-    if kind == "max" and not nearest and (decay is None or decay == 1):
-        reason = "a running maximum climbs on the upward halves of stochastic rounding and never comes back"
-        out.append(("L9", "error", reason))
+    if kind == "max" and (decay is None or decay == 1):
+        out += _l9(fmt)
     if kind == "constant" and not nearest and not isinstance(fmt, Float):
         out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
     if kind == "multiplicative" and not isinstance(fmt, Float) and not fmt.positive:
@@ -220,6 +219,19 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
     )
     reach = f" ({factor})" if factor.of == "factor" else ""
     return [("L2", "error", f"{reason}{reach}; round it stochastically, or keep it in fp32")]
+
+
+def _l9(fmt: Format) -> list[Verdict]:
+    if fmt.noise_bits:
+        reason = "a running maximum climbs on the upward halves of stochastic rounding and never comes back"
+        return [("L9", "error", reason)]
+    if fmt.still:
+        return []
+    reason = (
+        "to nearest, a code keeps itself while the scale of its block grows slowly, and what it reads as grows with "
+        "the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do"
+    )
+    return [("L9", "error", reason)]
 
 
 def _of_weight(storage: Storage) -> list[Finding]:
