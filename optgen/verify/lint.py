@@ -13,13 +13,14 @@ L5  a scale (or a float) must follow the whole range of fp32, or saturate
 L6  a scale that is itself rounded to nearest, and not what the encoder divides by, is a second average that sticks
 L7  statistics of a whole tensor cost a second pass over memory
 L8  an ever-growing sum, to nearest, stops at the first value whose half cell exceeds a step
-L9  a running maximum without decay, stochastically, climbs: what is rounded up is never taken back; to nearest, in
-    codes that count in units of a scale, it follows the scale of its block; a constant, stochastically, wanders
+L9  a running maximum without decay, stochastically, climbs, a minimum sinks: what is rounded away is never taken
+    back; to nearest, in codes that count in units of a scale, it follows the scale of its block; a constant,
+    stochastically, wanders
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
 L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
-L14 means of rows and columns keep no element's maximum
+L14 means of rows and columns keep no element's maximum or minimum
 """
 
 from __future__ import annotations
@@ -132,17 +133,18 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
     out = _of_format(fmt, nonneg)
     kind, decay = recurrence.kind, recurrence.decay
     if isinstance(fmt, Factored):  # in fp32: nothing that adds up is rounded away
-        if kind == "max":
-            reason = "a maximum of each element is not a maximum of means: what is kept of it can become smaller again"
+        if kind in ("max", "min"):
+            what, back = ("maximum", "smaller") if kind == "max" else ("minimum", "larger")
+            reason = f"a {what} of each element is not a {what} of means: what is kept of it can become {back} again"
             out.append(("L14", "warning", reason))
         return out
     nearest = fmt.noise_bits == 0
     if kind == "ema" and nearest and decay is not None:
         out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
-    if kind in AVERAGES and decay is None and nearest:
+    if kind in AVERAGES and nearest and (decay is None or abs(decay) >= 1):
+        known = "its decay is not a number at build time" if decay is None else f"it recurs with {decay:g} of itself"
         reason = (
-            "its decay is not a number at build time: where it is slow, rounding to nearest keeps the average from "
-            "moving; round it stochastically"
+            f"{known}: where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
         )
         out.append(("L2", "warning", reason))
     if kind == "sum" and nearest:
@@ -152,8 +154,8 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         out.append(("L8", "error", reason))
     if kind == "max" and nearest and decay is not None and decay < 1:
         out += _l2(fmt, decay)
-    if kind == "max" and (decay is None or decay == 1):
-        out += _l9(fmt)
+    if kind in ("max", "min") and (decay is None or decay == 1):
+        out += _l9(fmt, kind)
     if kind == "constant" and not nearest and not isinstance(fmt, Float):
         out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
     if kind == "multiplicative" and not isinstance(fmt, Float) and not fmt.positive:
@@ -221,15 +223,16 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
     return [("L2", "error", f"{reason}{reach}; round it stochastically, or keep it in fp32")]
 
 
-def _l9(fmt: Format) -> list[Verdict]:
+def _l9(fmt: Format, kind: str) -> list[Verdict]:
+    what, moves, halves = ("maximum", "climbs", "upward") if kind == "max" else ("minimum", "sinks", "downward")
     if fmt.noise_bits:
-        reason = "a running maximum climbs on the upward halves of stochastic rounding and never comes back"
+        reason = f"a running {what} {moves} on the {halves} halves of stochastic rounding and never comes back"
         return [("L9", "error", reason)]
     if fmt.still:
         return []
     reason = (
-        "to nearest, a code keeps itself while the scale of its block grows slowly, and what it reads as grows with "
-        "the scale: a running maximum needs numbers that stay, as those of LogMinMax, LogMax and floats do"
+        "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with "
+        f"the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do"
     )
     return [("L9", "error", reason)]
 
