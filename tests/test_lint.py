@@ -13,6 +13,7 @@ from optgen.driver.judge import judge, look
 from optgen.formats import (
     Blocked,
     Codebook,
+    Compander,
     Factored,
     Field,
     Format,
@@ -30,6 +31,7 @@ from optgen.formats import (
     fp16,
     linear,
     log,
+    root,
     softsign,
     ue7m9,
 )
@@ -182,6 +184,24 @@ def test_stuck_codes_of_softsign(decay: float, count: int, largest: float) -> No
     value[:, 0, 1] *= decay
     value[:, 0, 0] = 1.0
     assert int((NEAREST.encode(value)[""][:, 0, 1] == before)[1:].sum()) == count
+
+
+@pytest.mark.parametrize("curve", [root, softsign(1), linear], ids=str)
+@pytest.mark.parametrize("decay", [-0.5, -0.9])
+def test_no_code_keeps_itself_under_a_negative_decay(curve: Compander, decay: float) -> None:
+    """Some keep their magnitude for ever, which the steady bound covers: their signs alternate, so two steps cancel."""
+    fmt = Blocked(8, 64, curve, rounding="nearest")
+    assert lint.stuck_set(fmt, decay)[0] == 0
+    assert codes(fmt, Recurrence("ema", decay)) == []
+    state = torch.zeros(127, 1, 64)
+    state[:, 0, 1] = curve.inverse(torch.arange(1, 128) / 127)
+    before, last = torch.zeros(127), torch.zeros(127)
+    for _ in range(200):
+        state[:, 0, 0] = 1.0
+        before, last = last, fmt.decode(fmt.encode(state))[:, 0, 1]
+        state[:, 0, 1] = decay * last
+    assert torch.equal(before, -last)
+    assert float(last.abs().max()) <= bounds.steady_state(fmt, decay).high
 
 
 def test_weights_are_judged() -> None:

@@ -261,8 +261,11 @@ def _of_weight(storage: Storage) -> list[Finding]:
 def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
     """(how many codes, the largest value, of what) with encode(decay * decode(code)) = code, 0 aside.
 
-    The scale is held by another element of the block.
+    The scale is held by another element of the block.  Under a negative decay none does: what does not become smaller
+    changes its sign at every step, and two steps cancel.
     """
+    if decay <= 0:
+        return 0, 0.0, "value"
     if isinstance(fmt, (Blocked, Rank1)):
         n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
         stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
