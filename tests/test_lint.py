@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from optgen.base.errors import UserError
+from optgen.driver.explain import memory
 from optgen.driver.judge import judge, look
 from optgen.formats import (
     Blocked,
@@ -36,9 +38,10 @@ from optgen.formats import (
     ue7m9,
 )
 from optgen.formats import bf16 as plain_bf16
+from optgen.formats.coded import HALF
 from optgen.lang import equal, hyper, minimum, nonneg, optimizer, sqrt, state, where
 from optgen.lang.declare import StateDecl
-from optgen.lang.values import Num, cast
+from optgen.lang.values import Num
 from optgen.ops import dtypes, spaces
 from optgen.verify import bounds, lint
 from optgen.verify.lint import Recurrence
@@ -64,7 +67,8 @@ MOVING = [
     Rank1(8, linear, vectors=64, rounding="nearest"),
     Rank1(8, linear, vectors=64, rounding="nearest").of_vectors(),
 ]
-STILL = [plain_bf16, MINMAX, LogMax(8, 64, octaves=8.0, rounding="nearest"), replace(ROOTS, scale=e8m0)]
+GRID = LogMax(8, 64, octaves=8.0, rounding="nearest")
+STILL = [plain_bf16, MINMAX, GRID, replace(ROOTS, scale=e8m0)]
 
 
 def codes(fmt: Format, recurrence: Recurrence, *, nonneg: bool = False, severity: str = "error") -> list[str]:
@@ -131,20 +135,26 @@ class Offset(Blocked):
 
 
 @dataclass(frozen=True)
-class Halves(Format):
-    """A format that says no more than it must: bf16, to nearest."""
+class Own(Format):
+    """A format of somebody else's, which says no more than it must; it keeps what another one does."""
+
+    other: Format = plain_bf16
+
+    @property
+    def block(self) -> int:
+        return self.other.block
 
     def fields(self) -> dict[str, Field]:
-        return {"": Field(dtypes.bf16)}
+        return self.other.fields()
 
     def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
-        return {"": cast(x, dtypes.bf16)}
+        return self.other.encode(x)
 
     def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
-        return cast(parts[""], dtypes.f32)
+        return self.other.decode(parts)
 
 
-class StillHalves(Halves):
+class StillOwn(Own):
     """The same, which says that its numbers stay."""
 
     @property
@@ -167,8 +177,40 @@ class WholeTensor(Blocked):
 def test_formats_of_others_are_looked_at_from_outside() -> None:
     assert codes(Offset(8, 64, rounding="stochastic"), EMA9) == ["L3"]
     assert codes(WholeTensor(8, 64, rounding="stochastic"), EMA9, severity="warning") == ["L7"]
-    assert codes(Halves(), Recurrence("max", 1.0), nonneg=True) == ["L9"]
-    assert codes(StillHalves(), Recurrence("max", 1.0), nonneg=True) == []
+    assert codes(Own(), Recurrence("max", 1.0), nonneg=True) == ["L9"]
+    assert codes(StillOwn(), Recurrence("max", 1.0), nonneg=True) == []
+    assert codes(Own(), EMA999, nonneg=True) == ["L2"]
+    assert codes(Own(), Recurrence("ema", 0.95), nonneg=True) == []
+
+
+def test_a_format_of_ones_own_keeps_a_second_moment_or_is_refused() -> None:
+    """Nobody has derived a bound for it: what does without one goes on, and says so."""
+    own = Plan("One of ours.", nonneg=Own())
+    with pytest.raises(UserError, match="L2, `exp_avg_sq` in Own") as caught:
+        judge(adamw, own)
+    assert "cells of up to 0.0078;" in str(caught.value)
+    states = adamw.present({f.name: False for f in adamw.flags})
+    kept = {row.name: row for row in memory(adamw, own.storage(states, dtypes.f32, False), lint.recurrences(adamw))}
+    assert (kept["exp_avg_sq"].error, kept["exp_avg_sq"].steady) == ("no bound is known", "")
+    exact = own.but(name="exact", nonneg=StillOwn(f32))
+    assert not look(adamw, exact).refused
+
+
+@pytest.mark.parametrize(
+    ("fmt", "cell", "off"),
+    [
+        (f32, 2.0**-23, 0.0),
+        (plain_bf16, 2.0**-7, 0.0),
+        (Codebook(codebooks.linear_nozero(4), 4, 64, rounding="nearest"), 1.0, 0.0),  # from 1 / 16 to 2 / 16
+        (ROOTS, HALF**-2 - 1, 2.0**-20),  # code 0 reads as half a code, almost
+        (replace(ROOTS, zero="keep"), math.inf, 0.0),
+        (MINMAX, (19 / 17) ** 2 - 1, 2.0**-20),  # four cells of half an octave, of which the middles are kept
+        (GRID, (1 + GRID.step / 2**23) ** 2 - 1, GRID.step / 2**23),  # its points come as near to powers of two
+    ],
+    ids=str,
+)
+def test_cells_of_unknown_formats_are_measured(fmt: Format, cell: float, off: float) -> None:
+    assert lint.relative_cell(Own(fmt)) == pytest.approx(cell, rel=off)
 
 
 @pytest.mark.parametrize(("decay", "count", "largest"), [(0.9, 5, 0.020), (0.95, 10, 0.041), (0.99, 68, 0.37)])

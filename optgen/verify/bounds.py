@@ -40,6 +40,10 @@ from optgen.ops.tables import CELL, EXACT
 ROUNDOFF = 2.0**-24  # half an ulp of f32, relative
 
 
+class UnknownBound(TypeError):
+    """No bound can be derived: the format, or master weight, is none of this package's."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """|decode(encode(x)) - x| <= (value + slack) * of, wherever `valid` holds.
@@ -110,7 +114,7 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
             f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, "
             f"columns of at least {least}",
         )
-    raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
+    raise UnknownBound(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
 
 def _float_bound(dtype: DType, random: bool) -> Bound:
@@ -382,7 +386,7 @@ def master_bound(master: Master, param: DType) -> Bound:
         value = 2.0 ** -(stored + 1) / 254
         slack = value * 2.0**-stored + 2 * ROUNDOFF
         return Bound(value, "value", "normal values", slack, lambda: _rational(1, 254 * 2 ** (stored + 1)))
-    raise TypeError(f"no bound is known for {type(master).__name__}")
+    raise UnknownBound(f"no bound is known for {type(master).__name__}")
 
 
 def _power_of_two(value: float) -> Any:

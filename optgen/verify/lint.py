@@ -214,13 +214,20 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
     cell, allowed = relative_cell(fmt), (1 - decay) / 2
     if cell <= allowed:
         return []
-    factor = bounds.steady_state(fmt, decay)
     reason = (
         f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
         f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
     )
-    reach = f" ({factor})" if factor.of == "factor" else ""
-    return [("L2", "error", f"{reason}{reach}; round it stochastically, or keep it in fp32")]
+    return [("L2", "error", f"{reason}{_reach(fmt, decay)}; round it stochastically, or keep it in fp32")]
+
+
+def _reach(fmt: Format, decay: float) -> str:
+    """Where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
+    try:
+        factor = bounds.steady_state(fmt, decay)
+    except bounds.UnknownBound:
+        return ""
+    return f" ({factor})" if factor.of == "factor" else ""
 
 
 def _l9(fmt: Format, kind: str) -> list[Verdict]:
@@ -232,7 +239,8 @@ def _l9(fmt: Format, kind: str) -> list[Verdict]:
         return []
     reason = (
         "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with "
-        f"the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do"
+        f"the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those "
+        "of a format of one's own that says so by `still`"
     )
     return [("L9", "error", reason)]
 
@@ -323,7 +331,32 @@ def relative_cell(fmt: Format) -> float:
         g = fmt.compander.inverse
         ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
         return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
-    return float("inf")
+    return _measured_cell(fmt)
+
+
+def _measured_cell(fmt: Format) -> float:
+    """For formats that this package does not know: of 4097 values down to 2^-16 under a block maximum of 1, encoded for
+    real, and the next numbers below what they are kept as, which bisection finds; inf where that is 0 or below."""
+    import torch
+
+    fmt = fmt.of_vectors()
+    block = torch.zeros(4097, 1, max(fmt.block, 2))
+    block[:, 0, 0] = 1.0
+    root = torch.ones(()) if fmt.relative else None
+
+    def kept(patterns: torch.Tensor) -> torch.Tensor:
+        block[:, 0, 1] = patterns.view(torch.float32)
+        found: torch.Tensor = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1].contiguous()
+        return found
+
+    value = kept(torch.logspace(-16, 0, 4097, base=2.0).view(torch.int32))
+    low, high = torch.zeros(4097, dtype=torch.int32), value.view(torch.int32)
+    while int((high - low).max()) > 1:
+        middle = low + ((high - low) >> 1)
+        below = kept(middle) < value
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    below = kept(low)
+    return float((value / below - 1).max()) if bool((below > 0).all()) else math.inf
 
 
 @lru_cache(maxsize=1024)
