@@ -322,9 +322,12 @@ def test_few_bits_follow_a_second_moment_that_moves_slowly(fmt: LogMax | LogMinM
     assert ((roots <= 1 + cell) & (roots >= 1 / (1 + cell))).all()
 
 
-@pytest.mark.parametrize("decay", [0.9, 0.95])
+@pytest.mark.parametrize("decay", [0.9, 0.95, -0.9, -0.95])
 def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -> None:
-    """Nearest rounding under a scale that another element holds: the average of a pulse gets stuck where it may."""
+    """Nearest rounding under a scale that another element holds: the average of a pulse gets stuck where it may.
+
+    Under a negative decay that of a pulse that alternates, which keeps its magnitude and alternates as well.
+    """
     fmt = Blocked(8, 16, linear, fp32, rounding="nearest")
     bound = steady_state(fmt, decay)
     pulse = torch.linspace(0.05, 0.95, 200)
@@ -333,8 +336,9 @@ def test_the_steady_bound_of_a_signed_average_is_nearly_attained(decay: float) -
     true, worst = torch.zeros(200, dtype=torch.float64), 0.0
     for t in range(600):
         x = pulse if t < 300 else 0 * pulse
-        true = decay * true + (1 - decay) * x
-        value[..., 1] = decay * value[..., 1] + (1 - decay) * x[:, None]
+        driven = (1 - abs(decay)) * x * (1 if decay > 0 else (-1) ** t)
+        true = decay * true + driven
+        value[..., 1] = decay * value[..., 1] + driven[:, None]
         value[..., 0] = 1.0
         value = fmt.decode(fmt.encode(value))
         worst = max(worst, float((value[:, 0, 1] - true).abs().max()))
@@ -355,6 +359,18 @@ def test_second_moments_stay_within_their_steady_factor() -> None:
         factor = kept / v
         assert bound.low <= float(factor.min())
         assert float(factor.max()) <= bound.high
+
+
+@pytest.mark.parametrize("decay", [-0.5, -0.9, -0.98])
+def test_floats_under_a_negative_decay_stay_within_their_steady_factor(decay: float) -> None:
+    """Of a constant that 4,096 averages begin away from, up to one cell: each stays within the factor of a cell's."""
+    bound = steady_state(floats.bf16, decay)
+    x = torch.linspace(1, 2, 4096)
+    kept = floats.bf16.decode(floats.bf16.encode(x + torch.linspace(-1, 1, 4096).roll(1000) * 2.0**-8))
+    for _ in range(200):
+        kept = floats.bf16.decode(floats.bf16.encode(decay * kept + (1 - decay) * x))
+        assert bound.low <= float((kept / x).min())
+        assert float((kept / x).max()) <= bound.high
 
 
 def test_slow_averages_have_no_steady_bound_to_nearest() -> None:

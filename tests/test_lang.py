@@ -31,6 +31,7 @@ from optgen.lang import (
     mat_mean,
     maximum,
     mean,
+    minimum,
     nonneg,
     norm,
     optimizer,
@@ -633,7 +634,7 @@ def test_latex_names() -> None:
 
 # -- recurrences
 
-EMA, SUM, MAX, PREVIOUS = "ema", "sum", "max", "previous"
+EMA, SUM, MAX, MIN, PREVIOUS = "ema", "sum", "max", "min", "previous"
 LATE_DECAY = 1 - (10.0**9) ** -0.8  # Adafactor's, late in training
 RECURRENCES = {
     "clipped_adamw": {"exp_avg": (EMA, 0.9), "exp_avg_sq": (EMA, 0.999), "max_exp_avg_sq": (MAX, 1.0)},
@@ -728,6 +729,62 @@ def test_recurrences(name: str) -> None:
             found.setdefault(s.name, set()).add(each.index((r.kind, *decay)))
     counts = {k: len(v) if isinstance(v, list) else 1 for k, v in RECURRENCES[name].items()}
     assert {k: len(v) for k, v in found.items()} == counts
+
+
+@optimizer()
+def several_ways(
+    p, g, sum_of_one=state(nonneg), growing=state(), lazy=state(nonneg), gated=state(), kept_in_part=state(nonneg),
+    two_speeds=state(), restarted=state(), masked_sum=state(nonneg), signs_agree=state(), top=state(nonneg),
+    top_below=state(nonneg), top_of_decayed=state(nonneg), top_by_difference=state(nonneg), masked_top=state(nonneg),
+    low=state(nonneg), low_by_where=state(nonneg), low_of_decayed=state(nonneg), latched=state(), by_itself=state(),
+    scaled=state(nonneg), *,
+    lr=hyper(0.1, ge=0), rho=hyper(1.0, ge=0), rate=hyper(1.25, gt=0), beta=hyper(0.9, ge=0, lt=1),
+    slow=hyper(0.99, ge=0, lt=1),
+):  # fmt: skip
+    sum_of_one = rho * sum_of_one + g * g
+    growing = rate * growing + g
+    lazy = where(equal(g, 0.0), lazy, beta * lazy + (1 - beta) * g * g)
+    gated = where(abs(g) > 1e-6, beta * gated + (1 - beta) * g, gated)
+    keep = where(p > 0, beta, 1.0)
+    kept_in_part = keep * kept_in_part + (1 - keep) * g * g
+    two_speeds = where(g > p, beta * two_speeds + g, slow * two_speeds + p)
+    restarted = where(g > p, beta * restarted + g, p)
+    masked_sum = where(g > p, masked_sum + g * g, masked_sum)
+    signs_agree = where(equal(sign(g), sign(signs_agree)), beta * signs_agree + g, slow * signs_agree + g)
+    top = where(abs(g) > top, abs(g), top)
+    top_below = where(top_below >= abs(g), top_below, abs(g))
+    top_of_decayed = where(g * g < beta * top_of_decayed, beta * top_of_decayed, g * g)
+    top_by_difference = where(2 * (g * g - top_by_difference) > 0, g * g, top_by_difference)
+    masked_top = where(p > 0, maximum(masked_top, abs(g)), masked_top)
+    low = minimum(low, abs(g))
+    low_by_where = where(abs(g) < low_by_where, abs(g), low_by_where)
+    low_of_decayed = minimum(beta * low_of_decayed, abs(g))
+    latched = where(p > 0, g, latched)
+    by_itself = where(by_itself > 1, beta * by_itself + g, g)
+    scaled = scaled * where(g > p, 1.2, 0.5)
+    p = p - lr * g
+    return (
+        p, sum_of_one, growing, lazy, gated, kept_in_part, two_speeds, restarted, masked_sum, signs_agree, top,
+        top_below, top_of_decayed, top_by_difference, masked_top, low, low_by_where, low_of_decayed, latched,
+        by_itself, scaled,
+    )  # fmt: skip
+
+
+WAYS = {
+    "sum_of_one": (SUM, 1.0), "growing": ("other", 1.25), "lazy": (EMA, 0.9), "gated": (EMA, 0.9),
+    "kept_in_part": (EMA, 0.9), "two_speeds": (EMA, 0.99), "restarted": (EMA, 0.9), "masked_sum": (SUM, 1.0),
+    "signs_agree": (EMA, 0.99), "top": (MAX, 1.0), "top_below": (MAX, 1.0), "top_of_decayed": (MAX, 0.9),
+    "top_by_difference": (MAX, 1.0), "masked_top": (MAX, 1.0), "low": (MIN, 1.0), "low_by_where": (MIN, 1.0),
+    "low_of_decayed": ("other",), "latched": ("other",), "by_itself": (EMA, 0.9), "scaled": ("multiplicative",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_state_of_several_ways_recurs_by_the_one_in_which_it_moves_least(name: str) -> None:
+    """But for standing still; a choice of the larger is a maximum, and a decay that is 1 by default makes a sum."""
+    found = recurrence(several_ways, None, name)
+    decay = () if found.decay is None else (found.decay_at(several_ways),)
+    assert (found.kind, *decay) == WAYS[name]
 
 
 # -- functions on values

@@ -97,6 +97,7 @@ def test_relative_storage_needs_a_second_moment_that_is_never_zero() -> None:
         (Recurs("max", 1.0), "nearest"),
         (Recurs("max"), "nearest"),
         (Recurs("max", 0.999), "stochastic"),
+        (Recurs("min", 1.0), "nearest"),
         (Recurs("previous"), "nearest"),
         (Recurs("constant"), "nearest"),
         (Recurs("multiplicative"), "stochastic"),

@@ -69,7 +69,7 @@ def _bound(derive: Any) -> tuple[str, str]:
     """(error, range) in words; a format from elsewhere has none, nor has an element of which only means are kept."""
     try:
         bound = derive()
-    except TypeError:
+    except bounds.UnknownBound:
         return UNKNOWN, ""
     if bound.value == 0:
         return "exact", bound.valid
@@ -88,7 +88,7 @@ def _steady(fmt: Format, recurrence: lint.Recurrence | None) -> str:
         return ""
     try:
         return f"under a decay of {recurrence.decay:g}: {bounds.steady_state(fmt, recurrence.decay)}"
-    except TypeError:
+    except bounds.UnknownBound:
         return ""
 
 

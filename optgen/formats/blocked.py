@@ -83,6 +83,11 @@ class Blocked(Coded):
         least = self.scale.low * float(self.compander.inverse(HALF / self.codes))
         return (least * least if self.of == "sqrt" else least) >= 2.0**-126
 
+    @property
+    def still(self) -> bool:
+        # Powers of two change seldom, and by more than a code could follow.
+        return self.scale.name == "e8m0"
+
     def fields(self) -> dict[str, Field]:
         return narrow.fields(self.bits, self.bias) | {"scale": Field(self.scale.dtype, self.block, nonneg=True)}
 

@@ -45,6 +45,10 @@ class Float(Format):
     def noise_bits(self) -> int:
         return 0 if self.rounding == "nearest" else words.noise_bits(self.dtype)
 
+    @property
+    def still(self) -> bool:
+        return True
+
     def fields(self) -> dict[str, Field]:
         return {"": Field(self.dtype)}
 

@@ -102,6 +102,14 @@ class Format(ABC):
         return False
 
     @property
+    def still(self) -> bool:
+        """Whether a number that is stored again and again to nearest stays, whatever its neighbours do meanwhile.
+
+        Codes under a scale do not: one that keeps itself is read under the scale of the next step, and follows it.
+        """
+        return False
+
+    @property
     def matrix(self) -> Matrix | None:
         """Which matrix the format's rows and columns are those of; None where it has none.
 

@@ -28,10 +28,11 @@ SMALL = 4096
 def rounds_to_nearest(recurrence: Any) -> bool:
     """Whether rounding "auto" means nearest for a state that recurs like this (an object with .kind and .decay).
 
-    A running maximum without decay would climb on the upward halves of stochastic rounding; with decay it must
-    be able to sink by less than a cell, like an average.  What does not depend on its past has nothing to gain.
+    A running maximum without decay would climb on the upward halves of stochastic rounding, a running minimum sink on
+    the downward ones; with decay a maximum must be able to sink by less than a cell, like an average.  What does not
+    depend on its past has nothing to gain.
     """
-    if recurrence.kind == "max":
+    if recurrence.kind in ("max", "min"):
         return recurrence.decay is None or bool(recurrence.decay == 1)
     return recurrence.kind in ("previous", "constant")
 

@@ -25,6 +25,11 @@ class PseudoLog(Format):
     def positive(self) -> bool:
         return True
 
+    @property
+    def still(self) -> bool:
+        # Cells move only where a block comes to span another number of units, a few times in a run at most.
+        return True
+
     def rounded(self, rounding: Rounding) -> Format:
         changed: Any = self  # the field is a subclass's
         made: Format = replace(changed, rounding=rounding)

@@ -20,7 +20,7 @@ from optgen.ops import spaces
 
 __all__ = ["Formula", "Recurrence", "formulas", "latex", "plain_formulas", "recurrence"]
 
-Kind = Literal["ema", "sum", "max", "previous", "multiplicative", "constant", "other"]
+Kind = Literal["ema", "sum", "max", "min", "previous", "multiplicative", "constant", "other"]
 Formula = tuple[str, sympy.Expr]
 
 _FUNCTIONS = {
@@ -138,6 +138,7 @@ def latex(spec: Spec, flags: Mapping[str, bool] | None = None) -> str:
 
 _STEP = sympy.Symbol("step", positive=True)
 _LATE = 10**9
+_CHOICES = 4  # conditions of a state's new value that are looked at one by one
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,16 @@ class Recurrence:
     """How a state depends on its own last value s.
 
     ema             decay * s + (something else), decay < 1 and free of s
-    sum             s + (something else)
+    sum             s + (something else); also with a decay that is 1 by default
     max             max(decay * s, something else)
+    min             min(decay * s, something else), decay 1 by default
     multiplicative  s times a factor that depends on the gradient
     constant        s itself
     previous        free of s
     other           none of these
+
+    Of a state that goes on in one of several ways, as where(g == 0, s, decay * s + g) does, it is the way in which it
+    moves least, but for standing still.
     """
 
     kind: Kind
@@ -210,38 +215,88 @@ def _after_first_step(expr: sympy.Expr) -> sympy.Expr:
     return expr.replace(lambda e: isinstance(e, sympy.Piecewise), decide)
 
 
-def _classify(spec: Spec, new: sympy.Expr, s: sympy.Symbol, others: set[sympy.Symbol]) -> Recurrence:
+def _classify(
+    spec: Spec, new: sympy.Expr, s: sympy.Symbol, others: set[sympy.Symbol], choices: int = _CHOICES
+) -> Recurrence:
     if not new.has(s):
         return Recurrence("previous")
     if new == s:
         return Recurrence("constant")
+    new = _extreme(new)
     if isinstance(new, (sympy.Max, sympy.Min)):
         inside = [a for a in new.args if a.has(s)]
         rest = [a for a in new.args if not a.has(s)]
         varies = any(a.free_symbols & others for a in rest)
         if len(inside) == 1 and not varies:
-            return _classify(spec, inside[0], s, others)  # a clip to fixed limits
+            return _classify(spec, inside[0], s, others, choices)  # a clip to fixed limits
         decay = sympy.simplify(inside[0] / s)
-        if isinstance(new, sympy.Max) and len(inside) == 1 and not decay.free_symbols & (others | {s}):
-            return Recurrence("max", decay)
+        if len(inside) == 1 and not decay.free_symbols & (others | {s}):
+            found = Recurrence("max" if isinstance(new, sympy.Max) else "min", decay)
+            if found.kind == "max" or found.decay_at(spec) == 1:
+                return found
         return Recurrence("other")
     # sign() is flat almost everywhere, so its argument does not count.
-    flat = new.replace(sympy.sign, lambda *_: sympy.Symbol("_sign", real=True))
+    signs: dict[sympy.Expr, sympy.Symbol] = {}
+    flat = new.replace(sympy.sign, lambda x: signs.setdefault(x, sympy.Symbol(f"_sign_{len(signs)}", real=True)))
+    others = others | set(signs.values())
     if not flat.has(s):
         return Recurrence("other")
-    slope = sympy.simplify(sympy.diff(flat, s))
+    derivative = sympy.diff(flat, s)
+    slope = sympy.simplify(derivative)
     if slope == 0:
         return Recurrence("previous")
     if slope == 1:
         return Recurrence("sum", sympy.Integer(1))
-    if slope.has(s):
-        return Recurrence("other")
-    if slope.free_symbols & others:
-        if sympy.simplify(flat - slope * s) == 0:
+    if slope.free_symbols & (others | {s}):
+        if not slope.has(s) and sympy.simplify(flat - slope * s) == 0:
             return Recurrence("multiplicative")
+        ways = _ways(flat, derivative, s, others) if choices else []
+        if ways:
+            return _slowest(spec, [_classify(spec, way, s, others, choices - 1) for way in ways])
+        if slope.has(s):
+            return Recurrence("other")
         # What drives it may depend on it too (Adadelta's steps); this is its decay when nothing drives it.
         slope = sympy.simplify(slope.subs({sympy.Symbol(name, real=True): 0 for name in ("g", "p")}))
         if slope.free_symbols & others:
             return Recurrence("other")
     found = Recurrence("ema", slope)
-    return found if abs(found.decay_at(spec)) < 1 else Recurrence("other", slope)
+    decay = found.decay_at(spec)
+    if decay == 1:
+        return Recurrence("sum", slope)
+    return found if abs(decay) < 1 else Recurrence("other", slope)
+
+
+def _extreme(new: sympy.Expr) -> sympy.Expr:
+    """where(a > b, a, b) as the maximum that it is, where(a < b, a, b) as the minimum."""
+    if isinstance(new, sympy.Piecewise) and len(new.args) == 2 and new.args[1][1] == sympy.true:
+        (a, condition), (b, _) = new.args
+        if isinstance(condition, (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)):
+            ratio = sympy.simplify((condition.gts - condition.lts) / (a - b))
+            if ratio.is_positive:
+                return sympy.Max(a, b)
+            if ratio.is_negative:
+                return sympy.Min(a, b)
+    return new
+
+
+def _ways(new: sympy.Expr, derivative: sympy.Expr, s: sympy.Symbol, others: set[sympy.Symbol]) -> list[sympy.Expr]:
+    """The new value where the first condition that decides about s holds, and where it does not; [] without one."""
+    for piece in sorted(new.atoms(sympy.Piecewise), key=sympy.default_sort_key):
+        if not (piece.has(s) or derivative.has(piece)):
+            continue
+        for _, condition in piece.args:
+            if condition.free_symbols & (others | {s}):
+                sides = ((sympy.true, sympy.false), (sympy.false, sympy.true))
+                return [new.xreplace({condition: holds, sympy.Not(condition): fails}) for holds, fails in sides]
+    return []
+
+
+def _slowest(spec: Spec, found: list[Recurrence]) -> Recurrence:
+    """The recurrence of a state that goes on in one of these ways at each step."""
+    moving = [r for r in found if r.kind != "constant"]
+    kinds = {r.kind for r in moving}
+    if "sum" in kinds and kinds <= {"sum", "ema", "previous"}:
+        return next(r for r in moving if r.kind == "sum")
+    if kinds in ({"ema"}, {"ema", "previous"}, {"max"}, {"min"}):
+        return max((r for r in moving if r.decay is not None), key=lambda r: abs(r.decay_at(spec)))
+    return moving[0] if kinds == {"multiplicative"} else Recurrence("other")

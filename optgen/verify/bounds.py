@@ -42,6 +42,10 @@ from optgen.ops.tables import CELL, EXACT
 ROUNDOFF = 2.0**-24  # half an ulp of f32, relative
 
 
+class UnknownBound(TypeError):
+    """No bound can be derived: the format, or master weight, is none of this package's."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """|decode(encode(x)) - x| <= (value + slack) * of, wherever `valid` holds.
@@ -112,7 +116,7 @@ def one_step_bound(fmt: Format, units: int | None = None) -> Bound:
             f"the means of rows and columns are kept, to rounding: rows of at least {least} of the mean of all, "
             f"columns of at least {least}",
         )
-    raise TypeError(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
+    raise UnknownBound(f"no bound is known for {type(fmt).__name__}; derive one, or measure it by `certificate`")
 
 
 def _float_bound(dtype: DType, random: bool) -> Bound:
@@ -384,7 +388,7 @@ def master_bound(master: Master, param: DType) -> Bound:
         value = 2.0 ** -(stored + 1) / 254
         slack = value * 2.0**-stored + 2 * ROUNDOFF
         return Bound(value, "value", "normal values", slack, lambda: _rational(1, 254 * 2 ** (stored + 1)))
-    raise TypeError(f"no bound is known for {type(master).__name__}")
+    raise UnknownBound(f"no bound is known for {type(master).__name__}")
 
 
 def _power_of_two(value: float) -> Any:
@@ -432,19 +436,34 @@ def steady_state(fmt: Format, decay: float, *, units: int | None = None) -> Stea
     if bound.of in ("value", "root"):
         relative = (1 + step) ** 2 - 1 if bound.of == "root" else step
         low, high = _factor(decay, relative)
+        if stochastic(fmt) and decay < 0:
+            return Steady(low, high, "value", "independent errors", _spread(decay, relative))
         if stochastic(fmt):
             # A value on the grid moves by (1 - decay) of itself and is rounded over one cell: the noise of a step
             # is cell * movement, and 1 / (1 - decay) of them are remembered.
             return Steady(low, high, "value", "sqrt(cell / 2)", math.sqrt(relative / 2))
         return Steady(low, high, "factor", "geometric sum of relative errors")
+    most = step / (1 - abs(decay))  # under a negative decay, of errors that alternate
     if stochastic(fmt):
-        spread = step / math.sqrt(6 * (1 - decay * decay))
-        return Steady(-2 * step, 2 * step, bound.of, "independent errors", spread)
-    return Steady(-step / (1 - decay), step / (1 - decay), bound.of, "geometric sum of errors")
+        worst = most if decay < 0 else 2 * step
+        return Steady(-worst, worst, bound.of, "independent errors", _spread(decay, step))
+    return Steady(-most, most, bound.of, "geometric sum of errors")
+
+
+def _spread(decay: float, cell: float) -> float:
+    """The expected size of what independent errors add up to; the mean square of one is a sixth of a cell's."""
+    return cell / math.sqrt(6 * (1 - decay * decay))
 
 
 def _factor(decay: float, relative: float) -> tuple[float, float]:
-    """The fixed points of f -> (decay * f + 1 - decay) * (1 -+ relative)."""
+    """The fixed points of f -> (decay * f + 1 - decay) * (1 -+ relative).
+
+    Under a negative decay errors alternate: 1 -+ e with e = |decay| * e + relative * (1 + |decay| * e).
+    """
+    if decay < 0:
+        growth = -decay * (1 + relative)
+        error = math.inf if growth >= 1 else relative / (1 - growth)
+        return 1 - error, 1 + error
     low = (1 - decay) * (1 - relative) / (1 - decay * (1 - relative))
     growth = decay * (1 + relative)
     high = math.inf if growth >= 1 else (1 - decay) * (1 + relative) / (1 - growth)

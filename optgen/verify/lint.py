@@ -13,13 +13,14 @@ L5  a scale (or a float) must follow the whole range of fp32, or saturate
 L6  a scale that is itself rounded to nearest, and not what the encoder divides by, is a second average that sticks
 L7  statistics of a whole tensor cost a second pass over memory
 L8  an ever-growing sum, to nearest, stops at the first value whose half cell exceeds a step
-L9  a running maximum without decay, stochastically, climbs: what is rounded up is never taken back; a constant
-    wanders
+L9  a running maximum without decay, stochastically, climbs, a minimum sinks: what is rounded away is never taken
+    back; to nearest, in codes that count in units of a scale, it follows the scale of its block; a constant,
+    stochastically, wanders
 L10 what is only ever multiplied stays 0 once it is 0
 L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
 L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
-L14 means of rows and columns keep no element's maximum
+L14 means of rows and columns keep no element's maximum or minimum
 """
 
 from __future__ import annotations
@@ -132,17 +133,18 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
     out = _of_format(fmt, nonneg)
     kind, decay = recurrence.kind, recurrence.decay
     if isinstance(fmt, Factored):  # in fp32: nothing that adds up is rounded away
-        if kind == "max":
-            reason = "a maximum of each element is not a maximum of means: what is kept of it can become smaller again"
+        if kind in ("max", "min"):
+            what, back = ("maximum", "smaller") if kind == "max" else ("minimum", "larger")
+            reason = f"a {what} of each element is not a {what} of means: what is kept of it can become {back} again"
             out.append(("L14", "warning", reason))
         return out
     nearest = fmt.noise_bits == 0
     if kind == "ema" and nearest and decay is not None:
         out += _l2(fmt, decay) if nonneg else _l1(fmt, decay)
-    if kind in AVERAGES and decay is None and nearest:
+    if kind in AVERAGES and nearest and (decay is None or abs(decay) >= 1):
+        known = "its decay is not a number at build time" if decay is None else f"it recurs with {decay:g} of itself"
         reason = (
-            "its decay is not a number at build time: where it is slow, rounding to nearest keeps the average from "
-            "moving; round it stochastically"
+            f"{known}: where it is slow, rounding to nearest keeps the average from moving; round it stochastically"
         )
         out.append(("L2", "warning", reason))
     if kind == "sum" and nearest:
@@ -152,9 +154,8 @@ def _of_state(fmt: Format, recurrence: Recurrence, nonneg: bool) -> list[Verdict
         out.append(("L8", "error", reason))
     if kind == "max" and nearest and decay is not None and decay < 1:
         out += _l2(fmt, decay)
-    if kind == "max" and not nearest and (decay is None or decay == 1):
-        reason = "a running maximum climbs on the upward halves of stochastic rounding and never comes back"
-        out.append(("L9", "error", reason))
+    if kind in ("max", "min") and (decay is None or decay == 1):
+        out += _l9(fmt, kind)
     if kind == "constant" and not nearest and not isinstance(fmt, Float):
         out.append(("L9", "error", "it never changes, yet is rounded anew at every step and wanders off"))
     if kind == "multiplicative" and not isinstance(fmt, Float) and not fmt.positive:
@@ -213,13 +214,35 @@ def _l2(fmt: Format, decay: float) -> list[Verdict]:
     cell, allowed = relative_cell(fmt), (1 - decay) / 2
     if cell <= allowed:
         return []
-    factor = bounds.steady_state(fmt, decay)
     reason = (
         f"the average freezes, and the step sizes made of it with it: a step under decay {decay:g} changes it by "
         f"{1 - decay:.2g} of itself at most, and rounding to nearest undoes that in cells of up to {cell:.2g}"
     )
-    reach = f" ({factor})" if factor.of == "factor" else ""
-    return [("L2", "error", f"{reason}{reach}; round it stochastically, or keep it in fp32")]
+    return [("L2", "error", f"{reason}{_reach(fmt, decay)}; round it stochastically, or keep it in fp32")]
+
+
+def _reach(fmt: Format, decay: float) -> str:
+    """Where such an average settles, as an aside; "" where that is no factor, or no bound is known."""
+    try:
+        factor = bounds.steady_state(fmt, decay)
+    except bounds.UnknownBound:
+        return ""
+    return f" ({factor})" if factor.of == "factor" else ""
+
+
+def _l9(fmt: Format, kind: str) -> list[Verdict]:
+    what, moves, halves = ("maximum", "climbs", "upward") if kind == "max" else ("minimum", "sinks", "downward")
+    if fmt.noise_bits:
+        reason = f"a running {what} {moves} on the {halves} halves of stochastic rounding and never comes back"
+        return [("L9", "error", reason)]
+    if fmt.still:
+        return []
+    reason = (
+        "to nearest, a code keeps itself while the scale of its block moves slowly, and what it reads as moves with "
+        f"the scale: a running {what} needs numbers that stay, as those of LogMinMax, LogMax and floats do, and those "
+        "of a format of one's own that says so by `still`"
+    )
+    return [("L9", "error", reason)]
 
 
 def _of_weight(storage: Storage) -> list[Finding]:
@@ -246,8 +269,11 @@ def _of_weight(storage: Storage) -> list[Finding]:
 def stuck_set(fmt: Format, decay: float) -> tuple[int, float, str]:
     """(how many codes, the largest value, of what) with encode(decay * decode(code)) = code, 0 aside.
 
-    The scale is held by another element of the block.
+    The scale is held by another element of the block.  Under a negative decay none does: what does not become smaller
+    changes its sign at every step, and two steps cancel.
     """
+    if decay <= 0:
+        return 0, 0.0, "value"
     if isinstance(fmt, (Blocked, Rank1)):
         n, f, g = fmt.codes, fmt.compander.curve, fmt.compander.inverse
         stuck = [c for c in range(1, n + 1) if n * float(f(decay * float(g(c / n)))) >= c - 0.5]
@@ -305,7 +331,32 @@ def relative_cell(fmt: Format) -> float:
         g = fmt.compander.inverse
         ratio = float(g(2 / fmt.codes)) / float(g(1 / fmt.codes))
         return float(ratio**2 - 1 if fmt.of == "sqrt" else ratio - 1)
-    return float("inf")
+    return _measured_cell(fmt)
+
+
+def _measured_cell(fmt: Format) -> float:
+    """For formats that this package does not know: of 4097 values down to 2^-16 under a block maximum of 1, encoded for
+    real, and the next numbers below what they are kept as, which bisection finds; inf where that is 0 or below."""
+    import torch
+
+    fmt = fmt.of_vectors()
+    block = torch.zeros(4097, 1, max(fmt.block, 2))
+    block[:, 0, 0] = 1.0
+    root = torch.ones(()) if fmt.relative else None
+
+    def kept(patterns: torch.Tensor) -> torch.Tensor:
+        block[:, 0, 1] = patterns.view(torch.float32)
+        found: torch.Tensor = fmt.decode(fmt.encode(block, root=root), root=root)[:, 0, 1].contiguous()
+        return found
+
+    value = kept(torch.logspace(-16, 0, 4097, base=2.0).view(torch.int32))
+    low, high = torch.zeros(4097, dtype=torch.int32), value.view(torch.int32)
+    while int((high - low).max()) > 1:
+        middle = low + ((high - low) >> 1)
+        below = kept(middle) < value
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    below = kept(low)
+    return float((value / below - 1).max()) if bool((below > 0).all()) else math.inf
 
 
 @lru_cache(maxsize=1024)
