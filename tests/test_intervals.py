@@ -329,12 +329,16 @@ from optgen.lang import cbrt, hyper, optimizer, power, state
 
 
 @optimizer(cite="a test")
-def signed(p, g, root=state(), product=state(), chosen=state(), *, lr=hyper(1e-3, ge=0), part=hyper(3.0, ge=-4, le=80)):
+def signed(
+    p, g, t, root=state(), product=state(), chosen=state(), later=state(),
+    *, lr=hyper(1e-3, ge=0), part=hyper(3.0, ge=-4, le=80),
+):
     root = 0.5 * root + cbrt(g)
     product = 0.5 * product + g**9
     chosen = 0.5 * chosen + power(g, part)
+    later = 0.5 * later + power(g, t + 1)
     p = p - lr * (g + 0.01) ** -13 - lr * g**70
-    return p, root, product, chosen
+    return p, root, product, chosen, later
 """
 
 
@@ -346,7 +350,7 @@ def test_roots_and_powers_of_either_sign_keep_to_their_bounds(backend: str, math
     spec, plan = load.find_spec(file), load.find_plan("fp32")
     cls = optgen.compile(spec, plan, maths)
     model = FAST if maths == "fast" else STRICT
-    for part in (3.0, 2.0, 1.3, -2.0, 71.0):
+    for part in (3.0, 3, 2.0, 1.3, -2.0, 71.0):
         torch.manual_seed(0)
         t = Trial(cls, spec, torch.randn(5000), plan="fp32", backend=backend, model=model, options={"part": part})
         scales = 10.0 ** torch.cat([torch.rand(2500) * 75 - 45, torch.rand(2500) * 0.6 - 0.3])

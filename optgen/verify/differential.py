@@ -96,8 +96,21 @@ def oracle(
 def reading(spec: Spec, before: Values, g: Tensor, hypers: Mapping[str, Any]) -> dict[str, Interval]:
     """What the rule makes of a step before anything is stored: "p" and the states; the oracle's values lie inside."""
     gradient = Interval.point(g.float(), before.p.model)
-    p, new, _ = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
+    p, new, _ = _evaluated(spec, before, gradient, hypers)
     return {"p": p, **new}
+
+
+def _evaluated(spec: Spec, before: Values, gradient: Interval, hypers: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """The rule on intervals.  Step and hyper-parameters are numbers with a point: an exponent without one is the
+    author's own, of which kernels make products (`Interval.__pow__`).
+    """
+    pointed = dict(hypers)
+    for h in spec.hypers:
+        if (given := hypers.get(h.name)) is not None:
+            pointed[h.name] = tuple(map(float, given)) if isinstance(given, (tuple, list)) else float(given)
+    step = float(before.step + 1)
+    found: tuple[Any, Any, Any] = spec.evaluate(before.p, gradient, step, before.states, before.host, **pointed)
+    return found
 
 
 def enclose(
@@ -127,7 +140,7 @@ def enclose(
         after = enclose(spec, storage, before.reshaped(spec, seen), g.reshape(seen), hypers, views, dims)
         return after.reshaped(spec, shape)
     gradient = Interval.point(g.float(), model)
-    p, states, host = spec.evaluate(before.p, gradient, before.step + 1, before.states, before.host, **hypers)
+    p, states, host = _evaluated(spec, before, gradient, hypers)
     early = read_back(spec, storage, flags)
     as_kept = tuple(name for name, fmt in storage.states.items() if fmt.as_kept)
     if early or as_kept:
