@@ -275,6 +275,12 @@ def test_parameters_without_names_that_torch_had_in_another_order(tmp_path: Path
     with pytest.raises(ValueError, match=r"expected the state of 1\.weight, got that of 0\.weight"):
         load_checkpoint(tmp_path / "o.pt", opt, model)
     assert not opt.state
+    # States alone go by their places.
+    convert(str(tmp_path / "t.pt"), str(tmp_path / "o.pt"), to="fp32", spec="adamw")
+    model = copy.deepcopy(theirs)
+    opt = AdamW(list(model.parameters())[::-1], plan="fp32")
+    load_checkpoint(tmp_path / "o.pt", opt, model)
+    assert bits(opt.dense_state_dict()["state"]) == bits(dict(oracle.state_dict()["state"]))
 
 
 # -- other packages --------------------------------------------------------------------------------------------

@@ -155,13 +155,17 @@ def _states(cls: Any, content: Mapping[str, Any], found: Checked) -> None:
 
 @dataclass
 class Parameter:
-    """One parameter of a checkpoint: its name there, its key in the model, and its weight where that is known."""
+    """One parameter of a checkpoint: its name there, its key in the model, and its weight where that is known.
+
+    in_order   whether the key is the one of its place in the model, where nothing said it
+    """
 
     name: str | None
     key: str | None
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     weight: Tensor | None = None
+    in_order: bool = False
 
 
 @dataclass
@@ -389,7 +393,8 @@ def _shown(entry: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, torch.dtyp
 def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], file: Path) -> None:
     """Keys for parameters without names: the model's floating tensors in order, where their shapes agree.
 
-    Of equal shapes, the order may still be another: loading the result compares keys (`files.load_checkpoint`).
+    Of equal shapes, the order may still be another: the result has the keys of weights that it keeps parts of, and
+    loading compares them (`files.load_checkpoint`).
     """
     floats: dict[str, Tensor] = {}
     for key, value in model.items():
@@ -403,7 +408,7 @@ def _in_order(made: list[Parameter], groups: Sequence[Mapping[str, Any]], model:
             "give weights that hold the parameters only, in their order, or save an optimizer of named parameters",
         )
     for p, key in zip(made, floats, strict=True):
-        p.key = key
+        p.key, p.in_order = key, True
 
 
 def _tensor(p: Parameter) -> nn.Parameter:
@@ -530,9 +535,11 @@ def _rebuilt(cls: Any, found: Source, plan: str, dtype: torch.dtype | None, sour
 def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> dict[str, Any]:
     params = [p for g in opt.param_groups for p in g["params"]]
     model = None if found.model is None else dict(found.model)
+    waiting = [None if q in opt.state else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
     rows = []
-    for p, q in zip(found.parameters, params, strict=True):
-        known = model is not None and p.key is not None
+    for p, q, bits in zip(found.parameters, params, waiting, strict=True):
+        of_weight = bits is not None or any(key.startswith("weight_") for key in opt.state.get(q, ()))
+        known = model is not None and p.key is not None and (of_weight or not p.in_order)
         if model is not None and p.key is not None:
             old = model[p.key]
             for key, value in model.items():  # under all its names
@@ -541,7 +548,6 @@ def _write_own(cls: Any, found: Source, opt: Any, target: Path, plan: str) -> di
         rows.append({"key": p.key if known else None, "shape": list(q.shape), "dtype": dtype_name(q.dtype)})
     about = {**files.about(opt, None), "parameters": rows}
     saved = opt.state_dict()
-    waiting = [None if q in opt.state else q.__dict__.get(low_bits.ATTRIBUTE) for q in params]
     _write(target, {
         "optgen_checkpoint": files.VERSION, "about": about, "optimizer": saved, "model": model,
         "waiting": waiting, "extra": found.extra,

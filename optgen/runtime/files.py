@@ -269,13 +269,13 @@ def _same_places(
     """Parameters without names are known by their places: where these hold other weights of the model than they did,
     each would go on with another's state.
     """
-    keys = _keys(model)
+    keys, live = _keys(model), model.state_dict(keep_vars=True)
     position = -1
     for group in optimizer.param_groups:
         for place, p in enumerate(group["params"]):
             position += 1
             now, then = keys.get(id(p)), saved[order[id(p)]].get("key") if id(p) in order else None
-            if None not in (now, then) and now != then:
+            if now is not None and then is not None and live.get(then) is not p:  # a tied weight has several keys
                 misfits.add(f"{_label(group, place, position)}: expected the state of {now}, got that of {then}")
 
 
