@@ -619,6 +619,9 @@ def test_a_class_and_all_its_plans_are_of_one_rule(project: Path) -> None:
         run(names=("first",), plans=("fp32",))
     assert caught.value.code == "E307"
     assert content(project / "generated") == before
+    (project / "specs/plans.py").unlink()
+    outcome = run(names=("first",), plans=("fp32",))
+    assert (outcome.packages[0], [w.partition(" ")[0] for w in outcome.warnings]) == ("first/fp32", ["first/stuck"])
 
 
 def test_init_text_is_sorted() -> None:

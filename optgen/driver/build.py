@@ -149,6 +149,10 @@ class Unit:
     reference: str
 
 
+_LEFT = (
+    "{spec}/{plan} is left as it was printed, of another text of {spec}: no plan of that name is here; --plan "
+    "FILE.py:{plan} prints it"
+)
 _LINKED = "{file} is no longer built, but not removed: its folder is a link to a place outside"
 
 
@@ -217,7 +221,11 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
             continue
         before = manifest.specs[name].plans if request.partial and name in manifest.specs else ()
         for other in _left_behind(spec, before, plans, out):
-            plan = load.find_plan(other, project)
+            try:
+                plan = load.find_plan(other, project)
+            except UserError:
+                outcome.warnings.append(_LEFT.format(spec=name, plan=other))
+                continue
             if _accepted(spec, plan, Wish(name, other, False), request.force, outcome):
                 plans[plan.name] = plan
         everywhere = {*plans, *before}
