@@ -343,12 +343,14 @@ def test_fifty_steps_of_four_bit_factor() -> None:
 # -- every backend
 
 # Of any size; codes of 4 and 6 bits, with blocks and without, stochastic and to nearest, absolute and relative.
+DRAGGED = "AMSGrad's maxima follow their scales (L9), by the same bits on every backend"
 RANK1 = Plan(
     "Rank-1 second moments.",
     name="rank1",
     signed=Blocked(4, 32, softsign(0.5), relative=True),
     nonneg=Rank1(4, linear, vectors=32),
     small_numel=0,
+    forced=DRAGGED,
 )
 ROOTED = Plan(
     "Rank-1 moments.",
@@ -356,6 +358,7 @@ ROOTED = Plan(
     signed=Rank1(6, softsign(1), signed=True, vectors=32),
     nonneg=Rank1(8, linear, of="sqrt", zero="half", vectors=32),
     small_numel=0,
+    forced=DRAGGED,
 )
 FACTORED = Plan(
     "Factored second moments.",
