@@ -725,7 +725,7 @@ TEXTS |= {(compander, "name"), (Compander, "name")}
 def test_no_parameter_of_a_format_takes_what_is_not_one(make: Any, given: dict[str, Any]) -> None:
     """Wrong types and impossible numbers for every parameter: refused with a place, never with a Python error."""
     make(**given)
-    internal = {"loc", "unknown", "odd", "short_encode", "short_decode"}
+    internal = {"loc", "unknown", "odd", "short_encode", "short_decode", "within"}
     for name in set(inspect.signature(make).parameters) - internal:
         optional = make is Plan and name in ("master", "overrides")
         wrong = [2.75, -1, math.nan, math.inf, 10**30, 1e308, 5e-324, "\n", b"x", [1], (1,), {1: 2}, 1j, int, object()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,14 @@ import torch
 from torch import Tensor
 
 from optgen.driver import targets
+from optgen.formats import Plan
+from optgen.formats.format import Field, Format, Noise
 from optgen.ir.node import postorder
 from optgen.lang import Spec, cbrt, hyper, maximum, nonneg, optimizer, power, state
-from optgen.lang.values import exp2, log2
+from optgen.lang.values import Num, cast, exp2, log2
 from optgen.lower import lower
 from optgen.ops import dtypes
+from optgen.ops.dtypes import DType
 from tests import harness
 
 # Quiet NaNs: of x86, of NVIDIA's arithmetic, with a payload, negative ones.
@@ -202,3 +207,43 @@ def test_zero_over_zero_is_nan_in_strict_maths_and_no_step_in_fast(maths: str, b
     """As docs/language.md says."""
     kept = kept_by(harness.spec_of("adamw"), maths, backend, torch.zeros(4), tmp_path, eps=0.0)
     assert kept["p"].isnan().all() if maths == "strict" else torch.equal(kept["p"], torch.zeros(4))
+
+
+@dataclass(frozen=True)
+class ByValue(Format):
+    """A format of one's own that converts by value, in the words of the language."""
+
+    dtype: DType = dtypes.bf16
+
+    def fields(self) -> dict[str, Field]:
+        return {"": Field(self.dtype)}
+
+    def encode(self, x: Num, *, noise: Noise | None = None, root: Num | None = None) -> dict[str, Num]:
+        return {"": cast(x, self.dtype)}
+
+    def decode(self, parts: Mapping[str, Num], *, root: Num | None = None) -> Num:
+        return cast(parts[""], dtypes.f32)
+
+
+@optimizer(cite="a test")
+def keeping(p, g, kept=state(), *, lr=hyper(1.0)):
+    kept = 0.0 * kept + g
+    p = p - lr * kept
+    return p, kept
+
+
+@pytest.mark.parametrize("dtype", [dtypes.bf16, dtypes.f16])
+def test_conversions_by_value_round_alike_on_every_backend(dtype: DType, tmp_path: Path) -> None:
+    """Half to even, as PyTorch's, though compilers and Triton's interpreter each convert in a way of their own."""
+    patterns = torch.arange(-70000, 70000, 7, dtype=torch.int32)
+    g = torch.cat([(0x3F800000 + patterns).view(torch.float32), abs(patterns).view(torch.float32), NUMBERS])
+    g = torch.cat([g, -g])
+    plan = Plan("By value.", name="by_value", signed=ByValue(dtype))
+    pair = harness.Pair(keeping, harness.schedule(keeping, plan, "float32", "strict"), tmp_path)
+    wanted = (0.0 + g).to(getattr(torch, dtype.torch))
+    found = {name: pair.buffers(tuple(g.shape), torch.zeros_like(g)) for name in ("reference", "triton", "cpp")}
+    pair.run_reference(found["reference"], g, 1, 1, 1, lr=1.0)
+    pair.run_triton(found["triton"], g, 1, 1, 1, lr=1.0)
+    pair.run_cpp([(found["cpp"], g, 1)], 1, 1, lr=1.0)
+    for name, buffers in found.items():
+        assert torch.equal(buffers["kept"].view(torch.int16), wanted.view(torch.int16)), name
