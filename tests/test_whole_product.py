@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import os
 import re
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -233,3 +236,33 @@ def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, t
     kernels = re.findall(r"^def (\w+)\(\s*table, work", text["triton_kernels.py"], re.M)
     assert {name.removeprefix("adamw_bfloat16_") for name in kernels} >= {"1", "2", "2_flat", "3", "6", "7", "vector"}
     assert sorted(made) == sorted((name, target) for name in kernels for target in tool.TARGETS)
+
+
+SAMPLE = """
+import json, random, sys
+from pathlib import Path
+
+import test_full as tool
+from tests import product
+
+seed, tool.COMPILED = int(sys.argv[1]), Path(sys.argv[2])
+pairs = sorted({(c.spec, c.plan) for c in product.full_cells() if product.is_met(c)})
+for pair in random.Random(seed).sample(pairs, 3):
+    made = tool.compile_turn(tool.Turn(pair, 0, seed))
+    print(json.dumps({"pair": pair, "compiled": made.compiled, "failed": made.failed}))
+"""
+
+
+def test_a_sample_of_pairs_compiles_for_every_target(compiling: dict[str, str], tmp_path: Path) -> None:
+    """One kernel of each; `tools/test_full.py` compiles all of them."""
+    pytest.importorskip("triton")
+    seed = os.environ["OPTGEN_SAMPLE_SEED"]
+    env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
+    command = [sys.executable, "-c", SAMPLE, seed, str(tmp_path / "kernels.sqlite")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert not row["failed"], row
+        assert min(row["compiled"].values()) >= 1, row
