@@ -223,7 +223,9 @@ def _units(request: Request, config: Config, manifest: Manifest, out: Path, outc
         for other in _left_behind(spec, before, plans, out):
             try:
                 plan = load.find_plan(other, project)
-            except UserError:
+            except UserError as error:
+                if error.code != "E404":
+                    raise
                 outcome.warnings.append(_LEFT.format(spec=name, plan=other))
                 continue
             if _accepted(spec, plan, Wish(name, other, False), request.force, outcome):
