@@ -56,7 +56,7 @@ class Tuning:
     """How kernels are launched; None: as the plan says.  No setting but `rows` changes a bit of the result.
 
     tile   elements per tile, a power of two and of at least one storage block
-    tiles  full tiles per work item
+    tiles  full tiles per work item; they go in pairs, one that is left over by masked parts
     warps  warps per program
     rows   rows per tile of a panel: 1, 2, 4 or 8; in fast maths another order of sums
     """

@@ -84,23 +84,16 @@ def adabelief_float32(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adabelief_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, False,
+            scalar_4, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adabelief_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                scalar_4, True,
-            )
 
 
 @triton.jit
@@ -169,23 +162,16 @@ def adabelief_bfloat16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adabelief_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, False,
+            scalar_4, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adabelief_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                scalar_4, True,
-            )
 
 
 @triton.jit
@@ -252,23 +238,16 @@ def adabelief_float16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adabelief_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, False,
+            scalar_4, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adabelief_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                scalar_4, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

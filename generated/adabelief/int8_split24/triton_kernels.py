@@ -177,27 +177,19 @@ def adabelief_float32(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adabelief_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_var_ptr + start, exp_avg_var_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, eps, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adabelief_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
-                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -262,23 +254,16 @@ def adabelief_float32_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adabelief_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-            scalar_4, False,
+            scalar_4, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adabelief_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few, live, beta1, beta2, eps,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3,
-                scalar_4, True,
-            )
 
 
 @triton.jit
@@ -440,28 +425,19 @@ def adabelief_bfloat16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adabelief_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_var_ptr + start,
+                exp_avg_var_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adabelief_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
-                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -563,23 +539,16 @@ def adabelief_bfloat16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adabelief_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adabelief_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -759,28 +728,19 @@ def adabelief_float16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adabelief_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_var_ptr + start, exp_avg_var_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_var_ptr + start,
+                exp_avg_var_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adabelief_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_var_ptr + start,
-                    exp_avg_var_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -900,23 +860,16 @@ def adabelief_float16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adabelief_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adabelief_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_var_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -82,21 +82,15 @@ def adadelta_float32(
                 acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adadelta_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adadelta_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -162,21 +156,15 @@ def adadelta_bfloat16(
                 acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adadelta_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adadelta_bfloat16_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -240,21 +228,15 @@ def adadelta_float16(
                 acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adadelta_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adadelta_float16_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

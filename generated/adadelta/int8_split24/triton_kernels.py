@@ -188,27 +188,18 @@ def adadelta_float32(
                     numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adadelta_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
+                acc_delta_ptr + start, acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adadelta_float32_tile(
-                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
-                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -271,21 +262,15 @@ def adadelta_float32_small(
                 acc_delta_ptr + start + odd * TILE, at, at, rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adadelta_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at, at, rho, eps,
-            weight_decay, grad_scale, one_minus_rho, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
+            weight_decay, grad_scale, one_minus_rho, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adadelta_float32_small_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few, live, rho, eps,
-                weight_decay, grad_scale, one_minus_rho, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -455,27 +440,19 @@ def adadelta_bfloat16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adadelta_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_ptr + start,
+                acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adadelta_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
-                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -573,23 +550,16 @@ def adadelta_bfloat16_small(
                     numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adadelta_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
+                live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adadelta_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -777,27 +747,19 @@ def adadelta_float16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale,
                     one_minus_rho, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adadelta_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, acc_delta_ptr + start, acc_delta_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho,
-                minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, acc_delta_ptr + start,
+                acc_delta_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adadelta_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, acc_delta_ptr + start,
-                    acc_delta_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -913,23 +875,16 @@ def adadelta_float16_small(
                     numbered(before + start + odd * TILE, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adadelta_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, at,
-                at, numbered(before + start, at), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
+                live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adadelta_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, acc_delta_ptr + start, few,
-                    live, numbered(before + start, few), rho, eps, weight_decay, grad_scale, one_minus_rho, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

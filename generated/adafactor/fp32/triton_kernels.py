@@ -1646,25 +1646,17 @@ def adafactor_float32_no_factored_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
+            eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1770,21 +1762,15 @@ def adafactor_float32_no_factored_3(
                 tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adafactor_float32_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
 
 
 @triton.jit
@@ -1844,25 +1830,17 @@ def adafactor_bfloat16_no_factored_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
+            eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1925,21 +1903,15 @@ def adafactor_bfloat16_no_factored_3(
                 tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adafactor_bfloat16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adafactor_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
 
 
 @triton.jit
@@ -1999,25 +1971,17 @@ def adafactor_float16_no_factored_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
+            eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2078,21 +2042,15 @@ def adafactor_float16_no_factored_3(
                 tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adafactor_float16_no_factored_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adafactor_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

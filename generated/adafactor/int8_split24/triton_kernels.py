@@ -1891,27 +1891,18 @@ def adafactor_float32_no_factored_1(
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_1_tile(
-                    p_ptr + start, g_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2086,25 +2077,18 @@ def adafactor_float32_no_factored_3(
                     numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                     one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adafactor_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + tile * BLOCKS, tensor_div_ptr,
-                at, at_block, at, at_block, numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay,
-                scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, variance_ptr + start, variance_range_ptr + full * BLOCKS + part * FEW,
+                tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), grad_scale,
+                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adafactor_float32_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2162,25 +2146,17 @@ def adafactor_float32_no_factored_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, at, at, scalar_0, one_minus_t_pow_beta2_decay,
-            eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
+            eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float32_no_factored_small_1_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, few, live, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2261,21 +2237,15 @@ def adafactor_float32_no_factored_small_3(
                 tensor_div_ptr, at, at, grad_scale, one_minus_lr_times_weight_decay, scalar_0,
                 one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adafactor_float32_no_factored_small_3_tile(
-            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, at, at, grad_scale,
-            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
+            one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adafactor_float32_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, variance_ptr + start, tensor_div_ptr, few, live, grad_scale,
-                one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
 
 
 @triton.jit
@@ -2376,28 +2346,19 @@ def adafactor_bfloat16_no_factored_1(
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                variance_range_ptr + tile * BLOCKS, at, at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, False,
+                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_1_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2557,26 +2518,18 @@ def adafactor_bfloat16_no_factored_3(
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adafactor_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adafactor_bfloat16_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2640,25 +2593,17 @@ def adafactor_bfloat16_no_factored_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, at, at, scalar_0,
-            one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
+            one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_bfloat16_no_factored_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2755,23 +2700,16 @@ def adafactor_bfloat16_no_factored_small_3(
                     grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adafactor_bfloat16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
+                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adafactor_bfloat16_no_factored_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2879,28 +2817,19 @@ def adafactor_float16_no_factored_1(
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
                 tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                variance_range_ptr + tile * BLOCKS, at, at_block, at, at_block, scalar_0, one_minus_t_pow_beta2_decay,
-                eps1_times_eps1, False,
+                variance_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-            tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_1_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-                tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3056,26 +2985,18 @@ def adafactor_float16_no_factored_3(
                     one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adafactor_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                variance_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                variance_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adafactor_float16_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start,
-                    variance_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3146,25 +3067,17 @@ def adafactor_float16_no_factored_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_small_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, at, at, scalar_0,
-            one_minus_t_pow_beta2_decay, eps1_times_eps1, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
+            one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = adafactor_float16_no_factored_small_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, few, live, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_alpha_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3279,23 +3192,16 @@ def adafactor_float16_no_factored_small_3(
                     grad_scale, one_minus_lr_times_weight_decay, scalar_0, one_minus_t_pow_beta2_decay, eps1_times_eps1,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adafactor_float16_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, at, at,
-                numbered(before + start, at), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
+                numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
+                one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adafactor_float16_no_factored_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, variance_ptr + start, tensor_div_ptr, few, live,
-                    numbered(before + start, few), grad_scale, one_minus_lr_times_weight_decay, scalar_0,
-                    one_minus_t_pow_beta2_decay, eps1_times_eps1, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -69,21 +69,15 @@ def adagrad_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
                 weight_decay, grad_scale, scalar_0, scalar_1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adagrad_float32_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, scalar_0, scalar_1,
-            False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adagrad_float32_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-                True,
-            )
 
 
 @triton.jit
@@ -138,21 +132,15 @@ def adagrad_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
                 weight_decay, grad_scale, scalar_0, scalar_1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adagrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, scalar_0, scalar_1,
-            False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adagrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-                True,
-            )
 
 
 @triton.jit
@@ -205,21 +193,15 @@ def adagrad_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
                 weight_decay, grad_scale, scalar_0, scalar_1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adagrad_float16_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, scalar_0, scalar_1,
-            False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adagrad_float16_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-                True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -144,23 +144,17 @@ def adagrad_float32(
                     numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adagrad_float32_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale, scalar_0,
+                scalar_1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adagrad_float32_tile(
-                    p_ptr + start, g_ptr + start, sum_ptr + start, sum_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale, scalar_0,
-                    scalar_1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -212,21 +206,15 @@ def adagrad_float32_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, sum_ptr + start + odd * TILE, at, at,
                 weight_decay, grad_scale, scalar_0, scalar_1, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adagrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, sum_ptr + start, at, at, weight_decay, grad_scale, scalar_0, scalar_1,
-            False,
+            p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adagrad_float32_small_tile(
-                p_ptr + start, g_ptr + start, sum_ptr + start, few, live, weight_decay, grad_scale, scalar_0, scalar_1,
-                True,
-            )
 
 
 @triton.jit
@@ -356,24 +344,17 @@ def adagrad_bfloat16(
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adagrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), weight_decay, grad_scale, scalar_0, scalar_1,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adagrad_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
-                    sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -461,21 +442,15 @@ def adagrad_bfloat16_small(
                     sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
                     grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adagrad_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adagrad_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -623,24 +598,17 @@ def adagrad_float16(
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, scalar_0, scalar_1,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adagrad_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, sum_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), weight_decay, grad_scale, scalar_0, scalar_1,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
+                sum_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adagrad_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start,
-                    sum_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -746,21 +714,15 @@ def adagrad_float16_small(
                     sum_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay,
                     grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adagrad_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adagrad_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, sum_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, scalar_0, scalar_1, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

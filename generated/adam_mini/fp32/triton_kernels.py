@@ -801,17 +801,13 @@ def adam_mini_float32_no_by_rows_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_float32_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -919,23 +915,16 @@ def adam_mini_float32_no_by_rows_3(
                 at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adam_mini_float32_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, at, at, beta1,
+            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adam_mini_float32_no_by_rows_3_tile(
-                p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -963,17 +952,13 @@ def adam_mini_bfloat16_no_by_rows_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_bfloat16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1035,23 +1020,16 @@ def adam_mini_bfloat16_no_by_rows_3(
                 at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adam_mini_bfloat16_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, at, at, beta1,
+            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1079,17 +1057,13 @@ def adam_mini_float16_no_by_rows_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_float16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1149,23 +1123,16 @@ def adam_mini_float16_no_by_rows_3(
                 at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adam_mini_float16_no_by_rows_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, at, at, beta1,
+            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adam_mini_float16_no_by_rows_3_tile(
-                p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -2160,25 +2160,18 @@ def adam_mini_float32_no_by_rows_1(
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = adam_mini_float32_no_by_rows_1_tile(
-                    g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2310,22 +2303,16 @@ def adam_mini_float32_no_by_rows_3(
                     one_over_denom_ptr, at, at_block, at, at_block, one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adam_mini_float32_no_by_rows_3_tile(
-                p_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr, at, at_block, at,
-                at_block, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, False,
+                p_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, one_over_denom_ptr, few,
+                few_blocks, live, live_block, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adam_mini_float32_no_by_rows_3_tile(
-                    p_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_denom_ptr, few,
-                    few_blocks, live, live_block, one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2353,17 +2340,13 @@ def adam_mini_float32_no_by_rows_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_float32_small_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2443,23 +2426,16 @@ def adam_mini_float32_no_by_rows_small_3(
                 at, at, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adam_mini_float32_no_by_rows_small_3_tile(
-            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, at, at, beta1,
+            p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adam_mini_float32_no_by_rows_small_3_tile(
-                p_ptr + start, g_ptr + start, m_ptr + start, one_over_denom_ptr, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, True,
-            )
 
 
 @triton.jit
@@ -2567,25 +2543,18 @@ def adam_mini_bfloat16_no_by_rows_1(
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = adam_mini_bfloat16_no_by_rows_1_tile(
-                    g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2714,24 +2683,17 @@ def adam_mini_bfloat16_no_by_rows_3(
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adam_mini_bfloat16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, numbered(before + start, at), one_minus_lr_times_weight_decay,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
+                one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adam_mini_bfloat16_no_by_rows_3_tile(
-                    p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2759,17 +2721,13 @@ def adam_mini_bfloat16_no_by_rows_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_bfloat16_small_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2864,23 +2822,16 @@ def adam_mini_bfloat16_no_by_rows_small_3(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adam_mini_bfloat16_no_by_rows_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
+                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adam_mini_bfloat16_no_by_rows_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2988,25 +2939,18 @@ def adam_mini_float16_no_by_rows_1(
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                g_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = adam_mini_float16_no_by_rows_1_tile(
-                    g_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key, stream_key,
-                    True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -3131,24 +3075,17 @@ def adam_mini_float16_no_by_rows_3(
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adam_mini_float16_no_by_rows_3_tile(
-                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + tile * BLOCKS, one_over_denom_ptr,
-                at, at_block, at, at_block, numbered(before + start, at), one_minus_lr_times_weight_decay,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + full * BLOCKS + part * FEW,
+                one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adam_mini_float16_no_by_rows_3_tile(
-                    p_ptr + start, weight_low_ptr + start, m_ptr + start, m_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_over_denom_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                    one_minus_lr_times_weight_decay, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3176,17 +3113,13 @@ def adam_mini_float16_no_by_rows_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = adam_mini_float16_small_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_vmean_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -3299,23 +3232,16 @@ def adam_mini_float16_no_by_rows_small_3(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adam_mini_float16_no_by_rows_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, at, at,
-                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
+                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adam_mini_float16_no_by_rows_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, m_ptr + start, one_over_denom_ptr, few, live,
-                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_3, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -81,21 +81,15 @@ def adamax_float32(
                 exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamax_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamax_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -160,21 +154,15 @@ def adamax_bfloat16(
                 exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamax_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamax_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -237,21 +225,15 @@ def adamax_float16(
                 exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamax_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamax_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

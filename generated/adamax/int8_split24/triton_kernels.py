@@ -173,27 +173,18 @@ def adamax_float32(
                     numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamax_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_inf_ptr + start, exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamax_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
-                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -255,21 +246,15 @@ def adamax_float32_small(
                 exp_inf_ptr + start + odd * TILE, at, at, beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamax_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at, beta1, beta2, eps,
-            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
+            weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamax_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -426,27 +411,19 @@ def adamax_bfloat16(
                     at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamax_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_ptr + start,
+                exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamax_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
-                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -545,23 +522,16 @@ def adamax_bfloat16_small(
                     numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamax_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamax_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -736,27 +706,19 @@ def adamax_float16(
                     at, at_block, numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale,
                     one_minus_beta1, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamax_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_inf_ptr + start, exp_inf_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_inf_ptr + start,
+                exp_inf_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamax_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_inf_ptr + start,
-                    exp_inf_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -873,23 +835,16 @@ def adamax_float16_small(
                     numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamax_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamax_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_inf_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_2, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

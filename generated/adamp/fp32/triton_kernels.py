@@ -1553,23 +1553,16 @@ def adamp_float32_no_projected(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float32_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -1637,23 +1630,16 @@ def adamp_bfloat16_no_projected(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_bfloat16_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_bfloat16_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -1719,23 +1705,16 @@ def adamp_float16_no_projected(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float16_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float16_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -2983,25 +2962,17 @@ def adamp_float32_nesterov_no_projected(
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float32_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-                beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -3072,25 +3043,17 @@ def adamp_bfloat16_nesterov_no_projected(
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_bfloat16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-                beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -3159,25 +3122,17 @@ def adamp_float16_nesterov_no_projected(
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-                beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -3512,29 +3512,19 @@ def adamp_float32_no_projected(
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_float32_no_projected_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -3598,23 +3588,16 @@ def adamp_float32_no_projected_small(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float32_no_projected_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float32_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -3782,29 +3765,20 @@ def adamp_bfloat16_no_projected(
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_bfloat16_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -3906,25 +3880,17 @@ def adamp_bfloat16_no_projected_small(
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamp_bfloat16_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamp_bfloat16_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -4110,29 +4076,20 @@ def adamp_float16_no_projected(
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_float16_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -4252,25 +4209,17 @@ def adamp_float16_no_projected_small(
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamp_float16_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamp_float16_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -7345,29 +7294,19 @@ def adamp_float32_nesterov_no_projected(
                     scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_float32_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -7433,25 +7372,17 @@ def adamp_float32_nesterov_no_projected_small(
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                 one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamp_float32_nesterov_no_projected_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
             beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-            minus_lr_over_one_minus_beta1_pow_t, False,
+            minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamp_float32_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_beta1_times_grad_scale, scalar_1, beta1_times_beta1,
-                beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5, one_minus_lr_times_weight_decay,
-                minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -7620,29 +7551,20 @@ def adamp_bfloat16_nesterov_no_projected(
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_bfloat16_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -7748,25 +7670,17 @@ def adamp_bfloat16_nesterov_no_projected_small(
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamp_bfloat16_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamp_bfloat16_nesterov_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -7953,29 +7867,20 @@ def adamp_float16_nesterov_no_projected(
                     one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
+                scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamp_float16_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1, scalar_2,
-                    scalar_3, one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -8099,25 +8004,17 @@ def adamp_float16_nesterov_no_projected_small(
                     beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
                     one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamp_float16_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
                 beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamp_float16_nesterov_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, one_minus_beta1_times_grad_scale, scalar_1,
-                    beta1_times_beta1, beta1_times_one_minus_beta1_times_grad_scale, scalar_4, scalar_5,
-                    one_minus_lr_times_weight_decay, minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -113,23 +113,16 @@ def adamw_float32(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -235,23 +228,16 @@ def adamw_bfloat16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -366,23 +352,16 @@ def adamw_float16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_float16_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -485,23 +464,16 @@ def adamw_float32_amsgrad(
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_float32_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_float32_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                    few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -616,23 +588,16 @@ def adamw_bfloat16_amsgrad(
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                    few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -756,23 +721,16 @@ def adamw_float16_amsgrad(
                     numbered(before + start + odd * TILE, at), beta1, beta2, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                at, at, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adamw_float16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                    few, live, numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -134,27 +134,18 @@ def adamw_float32(
                     one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-                )
 
 
 @triton.jit
@@ -288,27 +279,19 @@ def adamw_bfloat16(
                     at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
+                scalar_5, scalar_6, scalar_7, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-                )
 
 
 @triton.jit
@@ -440,27 +423,19 @@ def adamw_float16(
                     at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
+                one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_4,
+                scalar_5, scalar_6, scalar_7, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    one_over_127, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_minus_beta1_times_grad_scale, scalar_4, scalar_5, scalar_6, scalar_7, True,
-                )
 
 
 @triton.jit
@@ -594,29 +569,19 @@ def adamw_float32_amsgrad(
                     sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
                     one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
                 sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, False,
+                one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_float32_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
-                    one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-                )
 
 
 @triton.jit
@@ -775,30 +740,20 @@ def adamw_bfloat16_amsgrad(
                     one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
                     scalar_6, scalar_7, scalar_8, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
-                False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-                )
 
 
 @triton.jit
@@ -955,30 +910,20 @@ def adamw_float16_amsgrad(
                     one_minus_lr_times_weight_decay, beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5,
                     scalar_6, scalar_7, scalar_8, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 32 < count - start
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8,
-                False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, one_over_127,
+                sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay, beta1_times_one_over_127,
+                one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 32 < count - start
-                adamw_float16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    one_over_127, sqrt_one_over_255_times_one_over_255, one_minus_lr_times_weight_decay,
-                    beta1_times_one_over_127, one_minus_beta1_times_grad_scale, scalar_5, scalar_6, scalar_7, scalar_8, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -142,27 +142,18 @@ def adamw_float32(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+                scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    scalar_5, True,
-                )
 
 
 @triton.jit
@@ -226,23 +217,16 @@ def adamw_float32_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -371,27 +355,19 @@ def adamw_bfloat16(
                     at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     scalar_2, scalar_3, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    scalar_5, True,
-                )
 
 
 @triton.jit
@@ -464,23 +440,16 @@ def adamw_bfloat16_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -625,27 +594,19 @@ def adamw_float16(
                     at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     scalar_2, scalar_3, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                scalar_2, scalar_3, scalar_4, scalar_5, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    scalar_5, True,
-                )
 
 
 @triton.jit
@@ -734,23 +695,16 @@ def adamw_float16_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -899,29 +853,19 @@ def adamw_float32_amsgrad(
                     sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
                     scalar_4, scalar_5, scalar_6, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + start,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5,
-                scalar_6, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
+                sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
+                scalar_4, scalar_5, scalar_6, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_float32_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                    scalar_4, scalar_5, scalar_6, True,
-                )
 
 
 @triton.jit
@@ -991,23 +935,16 @@ def adamw_float32_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1165,29 +1102,20 @@ def adamw_bfloat16_amsgrad(
                     at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_bfloat16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, False,
+                scalar_4, scalar_5, scalar_6, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                    scalar_4, scalar_5, scalar_6, True,
-                )
 
 
 @triton.jit
@@ -1267,25 +1195,17 @@ def adamw_bfloat16_amsgrad_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1459,29 +1379,20 @@ def adamw_float16_amsgrad(
                     at, at_block, at, at_block, beta1, sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_3, scalar_4, scalar_5, scalar_6, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adamw_float16_amsgrad_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_scale_ptr + tile * BLOCKS,
-                max_exp_avg_sq_ptr + start, max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
+                max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
                 sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                scalar_4, scalar_5, scalar_6, False,
+                scalar_4, scalar_5, scalar_6, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adamw_float16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + start,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block, beta1,
-                    sqrt_1p5378693166672797em05, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_3,
-                    scalar_4, scalar_5, scalar_6, True,
-                )
 
 
 @triton.jit
@@ -1577,25 +1488,17 @@ def adamw_float16_amsgrad_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            max_exp_avg_sq_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
+            max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
             one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-            scalar_5, scalar_6, False,
+            scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                max_exp_avg_sq_ptr + start, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
-                scalar_5, scalar_6, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -651,23 +651,16 @@ def adamw_float32_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -788,28 +781,19 @@ def adamw_float32_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float32_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float32_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -1260,23 +1244,16 @@ def adamw_bfloat16_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1401,28 +1378,19 @@ def adamw_bfloat16_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_bfloat16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_bfloat16_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -1869,23 +1837,16 @@ def adamw_float16_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -2008,28 +1969,19 @@ def adamw_float16_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float16_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float16_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -2887,23 +2839,16 @@ def adamw_float32_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -3048,30 +2993,20 @@ def adamw_float32_amsgrad_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float32_amsgrad_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -3502,23 +3437,16 @@ def adamw_bfloat16_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -3667,30 +3595,20 @@ def adamw_bfloat16_amsgrad_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_bfloat16_amsgrad_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -4117,23 +4035,16 @@ def adamw_float16_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -4280,30 +4191,20 @@ def adamw_float16_amsgrad_vector(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_vector_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float16_amsgrad_vector_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

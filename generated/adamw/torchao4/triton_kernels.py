@@ -141,28 +141,19 @@ def adamw_float32(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -226,23 +217,16 @@ def adamw_float32_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -365,28 +349,19 @@ def adamw_bfloat16(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -454,23 +429,16 @@ def adamw_bfloat16_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -591,28 +559,19 @@ def adamw_float16(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                at_eight, at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                beta2_times_0p0625, scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float16_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -678,23 +637,16 @@ def adamw_float16_small(
                 one_minus_beta1_times_grad_scale, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -835,30 +787,20 @@ def adamw_float32_amsgrad(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float32_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float32_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -928,23 +870,16 @@ def adamw_float32_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float32_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float32_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1089,30 +1024,20 @@ def adamw_bfloat16_amsgrad(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_bfloat16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_bfloat16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -1186,23 +1111,16 @@ def adamw_bfloat16_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_bfloat16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_bfloat16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1345,30 +1263,20 @@ def adamw_float16_amsgrad(
                     at_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                     beta2_times_0p0625, scalar_4, scalar_5, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 128 < count - start
+            live_eight = few_eights * 8 < count - start
             adamw_float16_amsgrad_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + tile * BLOCKS, max_exp_avg_sq_ptr + (start) // 8,
-                max_exp_avg_sq_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, at_eight, at_eight, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625,
-                scalar_4, scalar_5, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + (start) // 8, exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW,
+                max_exp_avg_sq_ptr + (start) // 8, max_exp_avg_sq_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, few_eights, live_eight, beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 128 < count - start
-                live_eight = few_eights * 8 < count - start
-                adamw_float16_amsgrad_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + (start) // 8,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + (start) // 8,
-                    exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, max_exp_avg_sq_ptr + (start) // 8,
-                    max_exp_avg_sq_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    few_eights, live_eight, beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    scalar_2, beta2_times_0p0625, scalar_4, scalar_5, True,
-                )
 
 
 @triton.jit
@@ -1440,23 +1348,16 @@ def adamw_float16_amsgrad_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adamw_float16_amsgrad_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, False,
+            few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adamw_float16_amsgrad_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                few, live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4, scalar_5, scalar_6, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -106,27 +106,18 @@ def adan_float32(
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adan_float32_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
             one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, False,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adan_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -213,27 +204,18 @@ def adan_bfloat16(
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adan_bfloat16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
             one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, False,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adan_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -318,27 +300,18 @@ def adan_float16(
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adan_float16_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
             one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, False,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adan_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -242,32 +242,21 @@ def adan_float32(
                     one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adan_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start, prev_grad_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, beta3, grad_scale,
-                where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
-                diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
+                prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adan_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
-                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
-                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -350,27 +339,18 @@ def adan_float32_small(
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                 one_over_one_plus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adan_float32_small_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-            prev_grad_ptr + start, at, at, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+            prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
             one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
             lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-            one_over_one_plus_lr_times_weight_decay, False,
+            one_over_one_plus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adan_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start, exp_avg_sq_ptr + start,
-                prev_grad_ptr + start, few, live, beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -593,33 +573,22 @@ def adan_bfloat16(
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adan_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
+                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
+                prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adan_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
-                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
-                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -741,27 +710,18 @@ def adan_bfloat16_small(
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adan_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, numbered(before + start, at), beta1, beta2, beta3,
-                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+                scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adan_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-                    scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1002,33 +962,22 @@ def adan_float16(
                     where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr,
                     diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adan_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_diff_ptr + start, exp_avg_diff_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, prev_grad_ptr + start,
-                prev_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                beta2, beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7, one_over_one_plus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
+                exp_avg_diff_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, prev_grad_ptr + start,
+                prev_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
+                one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
+                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adan_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_diff_ptr + start,
-                    exp_avg_diff_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, prev_grad_ptr + start,
-                    prev_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, beta3, grad_scale, where_lt_one_t_one_zero,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3, avg_lr, diff_lr, scalar_6, scalar_7,
-                    one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1168,27 +1117,18 @@ def adan_float16_small(
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
                     one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adan_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                exp_avg_sq_ptr + start, prev_grad_ptr + start, at, at, numbered(before + start, at), beta1, beta2, beta3,
-                grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2, one_minus_beta3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8, scalar_9,
-                one_over_one_plus_lr_times_weight_decay, step_key, stream_key, False,
+                exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
+                beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
+                one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
+                scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adan_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_diff_ptr + start,
-                    exp_avg_sq_ptr + start, prev_grad_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                    beta3, grad_scale, where_lt_one_t_one_zero, one_minus_beta1_times_grad_scale, one_minus_beta2,
-                    one_minus_beta3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, scalar_7, scalar_8,
-                    scalar_9, one_over_one_plus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

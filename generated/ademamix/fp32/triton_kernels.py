@@ -92,23 +92,16 @@ def ademamix_float32(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         ademamix_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            ademamix_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-            )
 
 
 @triton.jit
@@ -183,23 +176,16 @@ def ademamix_bfloat16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         ademamix_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            ademamix_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-            )
 
 
 @triton.jit
@@ -272,23 +258,16 @@ def ademamix_float16(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         ademamix_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            ademamix_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -219,30 +219,20 @@ def ademamix_float32(
                     one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
                     scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             ademamix_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
+                scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                ademamix_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
-                    exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-                    scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -313,23 +303,16 @@ def ademamix_float32_small(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                 scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         ademamix_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, at,
-            at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3,
-            scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
+            live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
+            scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            ademamix_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start, exp_avg_sq_ptr + start, few,
-                live, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now,
-                scalar_3, scalar_4, scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, True,
-            )
 
 
 @triton.jit
@@ -530,31 +513,21 @@ def ademamix_bfloat16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             ademamix_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
+                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-                scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                ademamix_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
-                    exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-                    scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -663,25 +636,17 @@ def ademamix_bfloat16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             ademamix_bfloat16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                ademamix_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -900,31 +865,21 @@ def ademamix_float16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     lr_times_one_over_one_minus_beta1_pow_t, scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             ademamix_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_slow_ptr + start, exp_avg_slow_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
+                exp_avg_slow_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-                scalar_6, scalar_7, scalar_8, step_key, stream_key, False,
+                scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                ademamix_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_slow_ptr + start,
-                    exp_avg_slow_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4, lr_times_one_over_one_minus_beta1_pow_t,
-                    scalar_6, scalar_7, scalar_8, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1051,25 +1006,17 @@ def ademamix_float16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
                     scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             ademamix_float16_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), beta1, beta2,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, False,
+                scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                ademamix_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_slow_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), beta1, beta2,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, beta3_now, scalar_3, scalar_4,
-                    scalar_5, scalar_6, one_over_one_minus_beta1_pow_t, scalar_8, scalar_9, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

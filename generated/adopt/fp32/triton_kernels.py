@@ -86,23 +86,16 @@ def adopt_float32(
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-            )
 
 
 @triton.jit
@@ -172,23 +165,16 @@ def adopt_bfloat16(
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-            )
 
 
 @triton.jit
@@ -256,23 +242,16 @@ def adopt_float16(
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-            )
 
 
 @triton.jit
@@ -336,23 +315,16 @@ def adopt_float32_decoupled_weight_decay(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float32_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, False,
+            scalar_5, scalar_6, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float32_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                scalar_5, scalar_6, decay, True,
-            )
 
 
 @triton.jit
@@ -421,23 +393,16 @@ def adopt_bfloat16_decoupled_weight_decay(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_bfloat16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, False,
+            scalar_5, scalar_6, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_bfloat16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                scalar_5, scalar_6, decay, True,
-            )
 
 
 @triton.jit
@@ -504,23 +469,16 @@ def adopt_float16_decoupled_weight_decay(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, False,
+            scalar_5, scalar_6, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                scalar_5, scalar_6, decay, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -177,27 +177,19 @@ def adopt_float32(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, eps, weight_decay, grad_scale,
+                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -264,23 +256,16 @@ def adopt_float32_small(
                 minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                 one_minus_where_lt_one_t_beta2_zero, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, False,
+            lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1,
-                lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero, decay, True,
-            )
 
 
 @triton.jit
@@ -441,28 +426,19 @@ def adopt_bfloat16(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -565,25 +541,17 @@ def adopt_bfloat16_small(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adopt_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                 bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
-                decay, step_key, stream_key, False,
+                decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adopt_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
-                    decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -762,28 +730,19 @@ def adopt_float16(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, eps, weight_decay, grad_scale,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -904,25 +863,17 @@ def adopt_float16_small(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
                     one_minus_where_lt_one_t_beta2_zero, decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adopt_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
                 bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
-                decay, step_key, stream_key, False,
+                decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adopt_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, eps, weight_decay, grad_scale, minus_t_minus_one_pow_0p25,
-                    bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, one_minus_where_lt_one_t_beta2_zero,
-                    decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1073,27 +1024,18 @@ def adopt_float32_decoupled_weight_decay(
                     numbered(before + start + odd * TILE, at), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
                     bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_float32_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25,
+                bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_float32_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1157,23 +1099,16 @@ def adopt_float32_decoupled_weight_decay_small(
                 exp_avg_sq_ptr + start + odd * TILE, at, at, beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         adopt_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
             grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-            scalar_5, scalar_6, decay, False,
+            scalar_5, scalar_6, decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            adopt_float32_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, eps,
-                grad_scale, minus_t_minus_one_pow_0p25, bound, one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1,
-                scalar_5, scalar_6, decay, True,
-            )
 
 
 @triton.jit
@@ -1334,28 +1269,19 @@ def adopt_bfloat16_decoupled_weight_decay(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_bfloat16_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1458,25 +1384,17 @@ def adopt_bfloat16_decoupled_weight_decay_small(
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adopt_bfloat16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adopt_bfloat16_decoupled_weight_decay_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1655,28 +1573,19 @@ def adopt_float16_decoupled_weight_decay(
                     minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             adopt_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, eps, grad_scale, scalar_0,
-                minus_t_minus_one_pow_0p25, bound, one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key,
-                False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
+                one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                adopt_float16_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, eps, grad_scale, scalar_0, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, minus_lr, scalar_5, decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1797,25 +1706,17 @@ def adopt_float16_decoupled_weight_decay_small(
                     one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             adopt_float16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
                 one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                adopt_float16_decoupled_weight_decay_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, eps, grad_scale, minus_t_minus_one_pow_0p25, bound,
-                    one_minus_beta1, lr_times_beta1, lr_times_one_minus_beta1, scalar_5, scalar_6, decay, step_key,
-                    stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

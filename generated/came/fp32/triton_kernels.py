@@ -2206,23 +2206,16 @@ def came_float32_no_factored_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_float32_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2312,25 +2305,17 @@ def came_float32_no_factored_3(
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         came_float32_no_factored_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
             one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, False,
+            lr_times_beta1, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            came_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                lr_times_beta1, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -2383,23 +2368,16 @@ def came_bfloat16_no_factored_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_bfloat16_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2473,25 +2451,17 @@ def came_bfloat16_no_factored_3(
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         came_bfloat16_no_factored_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
             one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, False,
+            lr_times_beta1, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            came_bfloat16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                lr_times_beta1, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -2544,23 +2514,16 @@ def came_float16_no_factored_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_float16_no_factored_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2632,25 +2595,17 @@ def came_float16_no_factored_3(
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         came_float16_no_factored_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
             one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, False,
+            lr_times_beta1, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            came_float16_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                lr_times_beta1, one_minus_lr_times_weight_decay, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

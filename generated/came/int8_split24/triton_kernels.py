@@ -4598,24 +4598,17 @@ def came_float32_no_factored_1(
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_float32_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
+                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = came_float32_no_factored_1_tile(
-                    g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -4791,29 +4784,19 @@ def came_float32_no_factored_3(
                     one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             came_float32_no_factored_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_over_one_max_tensor_div_ptr, at,
-                at_block, at, at_block, numbered(before + start, at), eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                one_over_one_max_tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps1,
+                beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                came_float32_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -4865,23 +4848,16 @@ def came_float32_no_factored_small_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_float32_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_float32_no_factored_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -4971,25 +4947,17 @@ def came_float32_no_factored_small_3(
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         came_float32_no_factored_small_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_over_one_max_tensor_div_ptr, at, at, eps1, beta1, beta2, grad_scale_times_grad_scale,
+            one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
             one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-            lr_times_beta1, one_minus_lr_times_weight_decay, False,
+            lr_times_beta1, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            came_float32_no_factored_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, few, live, eps1, beta1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
-                lr_times_beta1, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -5078,24 +5046,17 @@ def came_bfloat16_no_factored_1(
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
+                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = came_bfloat16_no_factored_1_tile(
-                    g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -5281,29 +5242,20 @@ def came_bfloat16_no_factored_3(
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             came_bfloat16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), eps1, beta1,
-                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                came_bfloat16_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -5356,23 +5308,16 @@ def came_bfloat16_no_factored_small_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_bfloat16_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_bfloat16_no_factored_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -5500,27 +5445,18 @@ def came_bfloat16_no_factored_small_3(
                     one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
                     lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             came_bfloat16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, numbered(before + start, at), eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                came_bfloat16_no_factored_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -5609,24 +5545,17 @@ def came_float16_no_factored_1(
                     grad_scale_times_grad_scale, one_minus_beta2, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = came_float16_no_factored_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, False,
+                g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = came_float16_no_factored_1_tile(
-                    g_ptr + start, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -5810,29 +5739,20 @@ def came_float16_no_factored_3(
                     eps1, beta1, beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             came_float16_no_factored_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                one_over_one_max_tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), eps1, beta1,
-                beta2, grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), eps1, beta1, beta2, grad_scale_times_grad_scale,
+                one_minus_beta2, one_minus_beta1_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                came_float16_no_factored_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_over_one_max_tensor_div_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -5885,23 +5805,16 @@ def came_float16_no_factored_small_1(
                 grad_scale_times_grad_scale, one_minus_beta2, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = came_float16_no_factored_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, eps1, beta2, grad_scale_times_grad_scale, one_minus_beta2,
-            False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
+            one_minus_beta2, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = came_float16_no_factored_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, eps1, beta2, grad_scale_times_grad_scale,
-                one_minus_beta2, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -6027,27 +5940,18 @@ def came_float16_no_factored_small_3(
                     one_minus_beta2, one_minus_beta1_times_grad_scale, lr_times_one_minus_beta1_times_grad_scale,
                     lr_times_beta1, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             came_float16_no_factored_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_over_one_max_tensor_div_ptr, at, at, numbered(before + start, at), eps1, beta1, beta2,
+                one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
                 grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
                 lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                came_float16_no_factored_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_over_one_max_tensor_div_ptr, few, live, numbered(before + start, few), eps1, beta1, beta2,
-                    grad_scale_times_grad_scale, one_minus_beta2, one_minus_beta1_times_grad_scale,
-                    lr_times_one_minus_beta1_times_grad_scale, lr_times_beta1, one_minus_lr_times_weight_decay, step_key,
-                    stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

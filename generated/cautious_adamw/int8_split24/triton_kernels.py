@@ -125,26 +125,18 @@ def cautious_adamw_float32_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_adamw_float32_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -338,27 +330,19 @@ def cautious_adamw_float32_3(
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_adamw_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_adamw_float32_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -410,21 +394,15 @@ def cautious_adamw_float32_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_adamw_float32_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_adamw_float32_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -509,23 +487,16 @@ def cautious_adamw_float32_small_3(
                 exp_avg_sq_ptr + start + odd * TILE, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         cautious_adamw_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, at, at, beta1,
-            beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
+            beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
+            scalar_3, scalar_4, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            cautious_adamw_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, tensor_div_ptr, few, live,
-                beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2,
-                scalar_3, scalar_4, True,
-            )
 
 
 @triton.jit
@@ -626,26 +597,18 @@ def cautious_adamw_bfloat16_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_adamw_bfloat16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -834,28 +797,19 @@ def cautious_adamw_bfloat16_3(
                     grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_adamw_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_adamw_bfloat16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -908,21 +862,15 @@ def cautious_adamw_bfloat16_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_adamw_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_adamw_bfloat16_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -1044,25 +992,17 @@ def cautious_adamw_bfloat16_small_3(
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             cautious_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, numbered(before + start, at), beta1, beta2, grad_scale,
+                tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                cautious_adamw_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1163,26 +1103,18 @@ def cautious_adamw_float16_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1, grad_scale,
-                one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_adamw_float16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -1372,28 +1304,19 @@ def cautious_adamw_float16_3(
                     grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                     scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_adamw_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                tensor_div_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_adamw_float16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1446,21 +1369,15 @@ def cautious_adamw_float16_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_adamw_float16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_adamw_float16_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -1583,25 +1500,17 @@ def cautious_adamw_float16_small_3(
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             cautious_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                tensor_div_ptr, at, at, numbered(before + start, at), beta1, beta2, grad_scale,
+                tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                cautious_adamw_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    tensor_div_ptr, few, live, numbered(before + start, few), beta1, beta2, grad_scale,
-                    one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

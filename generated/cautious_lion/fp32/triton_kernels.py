@@ -68,21 +68,15 @@ def cautious_lion_float32_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_float32_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -179,23 +173,16 @@ def cautious_lion_float32_3(
                 at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         cautious_lion_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            False,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            cautious_lion_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -247,21 +234,15 @@ def cautious_lion_bfloat16_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_bfloat16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -328,23 +309,16 @@ def cautious_lion_bfloat16_3(
                 at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         cautious_lion_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            False,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            cautious_lion_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -396,21 +370,15 @@ def cautious_lion_float16_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_float16_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -475,23 +443,16 @@ def cautious_lion_float16_3(
                 at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         cautious_lion_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            False,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            cautious_lion_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

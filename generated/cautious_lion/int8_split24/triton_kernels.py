@@ -105,24 +105,17 @@ def cautious_lion_float32_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
-                grad_scale, one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_lion_float32_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -276,26 +269,18 @@ def cautious_lion_float32_3(
                     numbered(before + start + odd * TILE, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_lion_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                tensor_div_ptr, few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
+                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_lion_float32_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -346,21 +331,15 @@ def cautious_lion_float32_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_float32_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_float32_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -441,23 +420,16 @@ def cautious_lion_float32_small_3(
                 at, at, beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         cautious_lion_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at, beta1, beta2, grad_scale,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-            False,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            cautious_lion_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live, beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -543,24 +515,17 @@ def cautious_lion_bfloat16_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
-                grad_scale, one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_lion_bfloat16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -709,26 +674,18 @@ def cautious_lion_bfloat16_3(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_lion_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_lion_bfloat16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -780,21 +737,15 @@ def cautious_lion_bfloat16_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_bfloat16_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -894,23 +845,16 @@ def cautious_lion_bfloat16_small_3(
                     beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             cautious_lion_bfloat16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                cautious_lion_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -996,24 +940,17 @@ def cautious_lion_float16_1(
                     one_minus_beta1_times_grad_scale, False,
                 )
                 agrees_terms = agrees_terms + agrees_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             agrees_term = cautious_lion_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, beta1,
-                grad_scale, one_minus_beta1_times_grad_scale, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
             )
-            agrees_terms = agrees_terms + agrees_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                agrees_term = cautious_lion_float16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-                )
-                agrees_terms_apart = agrees_terms_apart + agrees_term
+            agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -1163,26 +1100,18 @@ def cautious_lion_float16_3(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             cautious_lion_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, tensor_div_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                cautious_lion_float16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, tensor_div_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1234,21 +1163,15 @@ def cautious_lion_float16_small_1(
                 one_minus_beta1_times_grad_scale, False,
             )
             agrees_terms = agrees_terms + agrees_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         agrees_term = cautious_lion_float16_small_1_tile(
-            g_ptr + start, exp_avg_ptr + start, at, at, beta1, grad_scale, one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
         )
-        agrees_terms = agrees_terms + agrees_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            agrees_term = cautious_lion_float16_small_1_tile(
-                g_ptr + start, exp_avg_ptr + start, few, live, beta1, grad_scale, one_minus_beta1_times_grad_scale, True,
-            )
-            agrees_terms_apart = agrees_terms_apart + agrees_term
+        agrees_terms_apart = agrees_terms_apart + agrees_term
     tl.store(tensor_sum_of_agrees_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(agrees_terms, [1, TILE]), 1) + tl.sum(tl.reshape(agrees_terms_apart, [1, LESS]), 1))
 
 
@@ -1366,23 +1289,16 @@ def cautious_lion_float16_small_3(
                     beta1, beta2, grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                     one_minus_beta2_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             cautious_lion_float16_small_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, at, at,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                cautious_lion_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, tensor_div_ptr, few, live,
-                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -58,21 +58,15 @@ def clipped_adamw_float32_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -197,23 +191,16 @@ def clipped_adamw_float32_4(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_float32_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float32_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -253,21 +240,15 @@ def clipped_adamw_bfloat16_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -338,23 +319,16 @@ def clipped_adamw_bfloat16_4(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_bfloat16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_bfloat16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -394,21 +368,15 @@ def clipped_adamw_float16_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -477,23 +445,16 @@ def clipped_adamw_float16_4(
                 one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_float16_4_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, at, at, beta1,
-            beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
+            beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float16_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, model_min_ptr, few, live,
-                beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -523,21 +484,15 @@ def clipped_adamw_float32_amsgrad_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float32_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -642,24 +597,17 @@ def clipped_adamw_float32_amsgrad_4(
                 beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_float32_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float32_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -689,21 +637,15 @@ def clipped_adamw_bfloat16_amsgrad_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_bfloat16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -780,24 +722,17 @@ def clipped_adamw_bfloat16_amsgrad_4(
                 beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_bfloat16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_bfloat16_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -827,21 +762,15 @@ def clipped_adamw_float16_amsgrad_1(
                 g_ptr + start + odd * TILE, at, at, grad_scale_times_grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-            g_ptr + start, at, at, grad_scale_times_grad_scale, False,
+            g_ptr + start, few, live, grad_scale_times_grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = clipped_adamw_float16_1_tile(
-                g_ptr + start, few, live, grad_scale_times_grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_g_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -916,24 +845,17 @@ def clipped_adamw_float16_amsgrad_4(
                 beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         clipped_adamw_float16_amsgrad_4_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-            model_min_ptr, at, at, beta1, beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-            scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, scalar_6, False,
+            model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
+            one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
+            scalar_5, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            clipped_adamw_float16_amsgrad_4_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, max_exp_avg_sq_ptr + start,
-                model_min_ptr, few, live, beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_5, scalar_6, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

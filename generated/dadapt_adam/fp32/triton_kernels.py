@@ -161,29 +161,19 @@ def dadapt_adam_float32_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
+            keep3, scalar_5, scalar_6, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-                keep3, scalar_5, scalar_6, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -375,29 +365,19 @@ def dadapt_adam_bfloat16_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
+            keep3, scalar_5, scalar_6, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-                keep3, scalar_5, scalar_6, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -487,29 +467,19 @@ def dadapt_adam_float16_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
+            keep3, scalar_5, scalar_6, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-                keep3, scalar_5, scalar_6, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -647,29 +617,19 @@ def dadapt_adam_float32_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+            scalar_5, scalar_6, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -761,29 +721,19 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+            scalar_5, scalar_6, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -873,29 +823,19 @@ def dadapt_adam_float16_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+            scalar_5, scalar_6, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

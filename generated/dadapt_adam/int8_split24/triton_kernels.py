@@ -285,34 +285,22 @@ def dadapt_adam_float32_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), lr,
-                eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -524,29 +512,19 @@ def dadapt_adam_float32_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
+            keep3, scalar_5, scalar_6, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_small_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, lr, eps, grad_scale, moves, keep1, gain2, keep2,
-                keep3, scalar_5, scalar_6, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -826,35 +804,23 @@ def dadapt_adam_bfloat16_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1046,29 +1012,19 @@ def dadapt_adam_bfloat16_small_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, False,
+                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
+                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_small_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
-                    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1343,35 +1299,23 @@ def dadapt_adam_float16_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+                scalar_5, scalar_6, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), lr, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                    scalar_5, scalar_6, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1517,29 +1461,19 @@ def dadapt_adam_float16_small_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), lr, eps, grad_scale,
-                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, False,
+                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
+                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_small_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), lr, eps, grad_scale,
-                    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1795,34 +1729,22 @@ def dadapt_adam_float32_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), eps,
-                grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
+                scalar_6, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                    scalar_6, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1934,29 +1856,19 @@ def dadapt_adam_float32_use_bias_correction_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
             one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-            one_times_one_minus_beta1_times_rate_ptr, at, at, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-            scalar_5, scalar_6, own, False,
+            one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
+            scalar_5, scalar_6, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = dadapt_adam_float32_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, s_ptr + start,
-                one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, few, live, eps, grad_scale, moves, keep1, gain2, keep2, keep3,
-                scalar_5, scalar_6, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2195,35 +2107,23 @@ def dadapt_adam_bfloat16_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, own, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
+                scalar_6, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                    scalar_6, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2374,29 +2274,19 @@ def dadapt_adam_bfloat16_use_bias_correction_small_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), eps, grad_scale, moves,
-                keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, False,
+                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
+                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_bfloat16_use_bias_correction_small_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
-                    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2630,35 +2520,23 @@ def dadapt_adam_float16_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                scalar_6, own, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
+                one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
+                scalar_6, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, one_times_one_minus_sqrt_beta2_times_rate_ptr,
-                    one_minus_rate_times_weight_decay_ptr, one_times_one_minus_beta1_times_rate_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), eps, grad_scale, moves, keep1, gain2, keep2, keep3, scalar_5,
-                    scalar_6, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2804,29 +2682,19 @@ def dadapt_adam_float16_use_bias_correction_small_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
                 s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                one_times_one_minus_beta1_times_rate_ptr, at, at, numbered(before + start, at), eps, grad_scale, moves,
-                keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, False,
+                one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
+                moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tensor_sum_term, tensor_sum_2_term = dadapt_adam_float16_use_bias_correction_small_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    s_ptr + start, one_times_one_minus_sqrt_beta2_times_rate_ptr, one_minus_rate_times_weight_decay_ptr,
-                    one_times_one_minus_beta1_times_rate_ptr, few, live, numbered(before + start, few), eps, grad_scale,
-                    moves, keep1, gain2, keep2, keep3, scalar_5, scalar_6, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_total_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

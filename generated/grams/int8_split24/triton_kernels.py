@@ -184,29 +184,19 @@ def grams_float32(
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             grams_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                grams_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -271,23 +261,16 @@ def grams_float32_small(
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         grams_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-            scalar_4, minus_lr_over_one_minus_beta1_pow_t, False,
+            scalar_4, minus_lr_over_one_minus_beta1_pow_t, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            grams_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                grad_scale, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3,
-                scalar_4, minus_lr_over_one_minus_beta1_pow_t, True,
-            )
 
 
 @triton.jit
@@ -455,29 +438,20 @@ def grams_bfloat16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             grams_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                grams_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -579,25 +553,17 @@ def grams_bfloat16_small(
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             grams_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                grams_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -783,29 +749,20 @@ def grams_float16(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
                     minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             grams_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4,
-                minus_lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                grams_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -925,25 +882,17 @@ def grams_float16_small(
                     one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             grams_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                grams_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, grad_scale, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, scalar_3, scalar_4, minus_lr_over_one_minus_beta1_pow_t,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

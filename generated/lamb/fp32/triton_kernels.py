@@ -87,25 +87,17 @@ def lamb_float32_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_float32_1_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -207,21 +199,15 @@ def lamb_float32_3(
                 p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                 lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lamb_float32_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, at, at, weight_decay,
-            scalar_2, scalar_3, False,
+            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
+            scalar_2, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lamb_float32_3_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-                scalar_2, scalar_3, True,
-            )
 
 
 @triton.jit
@@ -291,25 +277,17 @@ def lamb_bfloat16_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -366,21 +344,15 @@ def lamb_bfloat16_3(
                 p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                 lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lamb_bfloat16_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, at, at, weight_decay,
-            scalar_2, scalar_3, False,
+            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
+            scalar_2, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lamb_bfloat16_3_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-                scalar_2, scalar_3, True,
-            )
 
 
 @triton.jit
@@ -450,25 +422,17 @@ def lamb_float16_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
-            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
+            weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lamb_float16_1_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                weight_decay, one_minus_beta1_times_grad_scale, scalar_1, scalar_2, scalar_3, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_update_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -523,21 +487,15 @@ def lamb_float16_3(
                 p_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, exp_avg_sq_ptr + start + odd * TILE,
                 lr_times_trust_ptr, at, at, weight_decay, scalar_2, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lamb_float16_3_tile(
-            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, at, at, weight_decay,
-            scalar_2, scalar_3, False,
+            p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
+            scalar_2, scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lamb_float16_3_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, lr_times_trust_ptr, few, live, weight_decay,
-                scalar_2, scalar_3, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

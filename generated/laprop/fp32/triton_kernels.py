@@ -83,23 +83,16 @@ def laprop_float32(
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         laprop_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, False,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            laprop_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_4, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -168,23 +161,16 @@ def laprop_bfloat16(
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         laprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, False,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            laprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_4, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -251,23 +237,16 @@ def laprop_float16(
                 eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_4,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         laprop_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
             scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-            scalar_4, one_minus_lr_times_weight_decay, False,
+            scalar_4, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            laprop_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2,
-                scalar_0, eps_times_sqrt_one_minus_beta2_pow_t, scalar_2, lr_over_one_minus_beta1_pow_t_times_beta1,
-                scalar_4, one_minus_lr_times_weight_decay, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

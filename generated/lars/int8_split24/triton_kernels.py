@@ -66,19 +66,14 @@ def lars_float32_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -241,25 +236,18 @@ def lars_float32_3(
                     at_block, numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lars_float32_3_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start, at), momentum, weight_decay,
-                grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lars_float32_3_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -295,19 +283,14 @@ def lars_float32_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term, tensor_sum_2_term = lars_float32_1_tile(p_ptr + start, g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -384,21 +367,15 @@ def lars_float32_small_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE,
                 lr_times_local_lr_ptr, at, at, momentum, weight_decay, grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lars_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr, at, at, momentum,
-            weight_decay, grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr, few, live, momentum,
+            weight_decay, grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lars_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr, few, live, momentum,
-                weight_decay, grad_scale, True,
-            )
 
 
 @triton.jit
@@ -451,23 +428,16 @@ def lars_bfloat16_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -609,25 +579,18 @@ def lars_bfloat16_3(
                     lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     weight_decay, grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lars_bfloat16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -666,23 +629,16 @@ def lars_bfloat16_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -774,21 +730,15 @@ def lars_bfloat16_small_3(
                     numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             lars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                lars_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -848,23 +798,16 @@ def lars_float16_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1003,25 +946,18 @@ def lars_float16_3(
                     lr_times_local_lr_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     weight_decay, grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, lr_times_local_lr_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lars_float16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, lr_times_local_lr_ptr, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1060,23 +996,16 @@ def lars_float16_small_1(
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = lars_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term, tensor_sum_2_terms_apart)
     tl.store(tensor_sum_for_weight_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_grad_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1186,21 +1115,15 @@ def lars_float16_small_3(
                     numbered(before + start + odd * TILE, at), momentum, weight_decay, grad_scale, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             lars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                at, at, numbered(before + start, at), momentum, weight_decay, grad_scale, step_key, stream_key, False,
+                few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                lars_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, lr_times_local_lr_ptr,
-                    few, live, numbered(before + start, few), momentum, weight_decay, grad_scale, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

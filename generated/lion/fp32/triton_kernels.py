@@ -73,22 +73,16 @@ def lion_float32(
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lion_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+            minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lion_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, True,
-            )
 
 
 @triton.jit
@@ -148,22 +142,16 @@ def lion_bfloat16(
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lion_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+            minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lion_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, True,
-            )
 
 
 @triton.jit
@@ -221,22 +209,16 @@ def lion_float16(
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lion_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+            minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lion_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -136,26 +136,18 @@ def lion_float32(
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lion_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2,
+                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lion_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -211,22 +203,16 @@ def lion_float32_small(
                 beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
                 one_minus_beta2_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         lion_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta1, beta2, one_minus_lr_times_weight_decay,
-            one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
+            one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
+            minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            lion_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta1, beta2,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
-                minus_lr, True,
-            )
 
 
 @triton.jit
@@ -351,26 +337,18 @@ def lion_bfloat16(
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lion_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lion_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -464,24 +442,16 @@ def lion_bfloat16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             lion_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                lion_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -624,26 +594,18 @@ def lion_float16(
                     one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             lion_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                beta2, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                lion_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -755,24 +717,16 @@ def lion_float16_small(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             lion_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                numbered(before + start, at), beta1, beta2, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                lion_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    numbered(before + start, few), beta1, beta2, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, one_minus_beta2_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

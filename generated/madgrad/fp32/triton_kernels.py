@@ -89,21 +89,15 @@ def madgrad_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float32_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
-            grad_scale, weight, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+            grad_scale, weight, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-                grad_scale, weight, True,
-            )
 
 
 @triton.jit
@@ -176,21 +170,15 @@ def madgrad_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_bfloat16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
-            grad_scale, weight, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+            grad_scale, weight, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_bfloat16_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-                grad_scale, weight, True,
-            )
 
 
 @triton.jit
@@ -261,21 +249,15 @@ def madgrad_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float16_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
-            grad_scale, weight, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+            grad_scale, weight, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float16_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-                grad_scale, weight, True,
-            )
 
 
 @triton.jit
@@ -345,21 +327,15 @@ def madgrad_float32_has_momentum(
                 s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-            )
 
 
 @triton.jit
@@ -432,21 +408,15 @@ def madgrad_bfloat16_has_momentum(
                 s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-            )
 
 
 @triton.jit
@@ -517,21 +487,15 @@ def madgrad_float16_has_momentum(
                 s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

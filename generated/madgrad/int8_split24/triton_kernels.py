@@ -181,25 +181,18 @@ def madgrad_float32(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_float32_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_float32_tile(
-                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -269,21 +262,15 @@ def madgrad_float32_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, grad_sum_sq_ptr + start + odd * TILE,
                 s_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float32_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at, weight_decay, eps,
-            grad_scale, weight, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
+            grad_scale, weight, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float32_small_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live, weight_decay, eps,
-                grad_scale, weight, True,
-            )
 
 
 @triton.jit
@@ -449,26 +436,18 @@ def madgrad_bfloat16(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                False,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -574,21 +553,15 @@ def madgrad_bfloat16_small(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             madgrad_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                madgrad_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -772,26 +745,18 @@ def madgrad_float16(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
-                False,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -915,21 +880,15 @@ def madgrad_float16_small(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             madgrad_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, eps, grad_scale, weight, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                madgrad_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1087,27 +1046,19 @@ def madgrad_float32_has_momentum(
                     at_block, numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight,
                     one_minus_momentum, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, grad_sum_sq_range_ptr + tile * BLOCKS,
-                s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at, at_block, at, at_block,
-                numbered(before + start, at), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_float32_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1177,21 +1128,15 @@ def madgrad_float32_has_momentum_small(
                 s_ptr + start + odd * TILE, x0_ptr + start + odd * TILE, at, at, weight_decay, eps, grad_scale, weight,
                 one_minus_momentum, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         madgrad_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, at, at,
-            weight_decay, eps, grad_scale, weight, one_minus_momentum, False,
+            p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
+            weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            madgrad_float32_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, grad_sum_sq_ptr + start, s_ptr + start, x0_ptr + start, few, live,
-                weight_decay, eps, grad_scale, weight, one_minus_momentum, True,
-            )
 
 
 @triton.jit
@@ -1357,27 +1302,19 @@ def madgrad_bfloat16_has_momentum(
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, False,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_bfloat16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1482,23 +1419,16 @@ def madgrad_bfloat16_has_momentum_small(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             madgrad_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, False,
+                x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                madgrad_bfloat16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1682,27 +1612,19 @@ def madgrad_float16_has_momentum(
                     x0_ptr + start + odd * TILE, at, at_block, at, at_block, numbered(before + start + odd * TILE, at),
                     weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             madgrad_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                grad_sum_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS, x0_ptr + start, at,
-                at_block, at, at_block, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, False,
+                grad_sum_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
+                numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                madgrad_float16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start,
-                    grad_sum_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, x0_ptr + start, few, few_blocks, live, live_block,
-                    numbered(before + start, few), weight_decay, eps, grad_scale, weight, one_minus_momentum, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1825,23 +1747,16 @@ def madgrad_float16_has_momentum_small(
                     numbered(before + start + odd * TILE, at), weight_decay, eps, grad_scale, weight, one_minus_momentum,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             madgrad_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                x0_ptr + start, at, at, numbered(before + start, at), weight_decay, eps, grad_scale, weight,
-                one_minus_momentum, step_key, stream_key, False,
+                x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
+                one_minus_momentum, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                madgrad_float16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, grad_sum_sq_ptr + start, s_ptr + start,
-                    x0_ptr + start, few, live, numbered(before + start, few), weight_decay, eps, grad_scale, weight,
-                    one_minus_momentum, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -74,23 +74,16 @@ def mars_float32_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_float32_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_float32_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -201,25 +194,17 @@ def mars_float32_3(
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         mars_float32_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            mars_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -272,23 +257,16 @@ def mars_bfloat16_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_bfloat16_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -370,25 +348,17 @@ def mars_bfloat16_3(
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         mars_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            mars_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -441,23 +411,16 @@ def mars_float16_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_float16_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_float16_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -537,25 +500,17 @@ def mars_float16_3(
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         mars_float16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            mars_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

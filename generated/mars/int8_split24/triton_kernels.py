@@ -112,25 +112,17 @@ def mars_float32_1(
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_float32_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
+                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = mars_float32_1_tile(
-                    g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -350,31 +342,20 @@ def mars_float32_3(
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
                     one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             mars_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, last_grad_ptr + start,
-                last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
+                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
+                where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                mars_float32_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -427,23 +408,16 @@ def mars_float32_small_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_float32_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_float32_small_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -538,25 +512,17 @@ def mars_float32_small_3(
                 gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                 one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         mars_float32_small_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-            one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+            one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
             gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, False,
+            one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            mars_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, last_grad_ptr + start,
-                one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live, beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -641,25 +607,17 @@ def mars_bfloat16_1(
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_bfloat16_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
+                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = mars_bfloat16_1_tile(
-                    g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -872,31 +830,21 @@ def mars_bfloat16_3(
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             mars_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
+                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                mars_bfloat16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -949,23 +897,16 @@ def mars_bfloat16_small_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_bfloat16_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_bfloat16_small_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1100,28 +1041,19 @@ def mars_bfloat16_small_3(
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             mars_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, numbered(before + start, at),
-                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key, stream_key, False,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
+                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                mars_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                    numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1206,25 +1138,17 @@ def mars_float16_1(
                     where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term = mars_float16_1_tile(
-                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
+                g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term = mars_float16_1_tile(
-                    g_ptr + start, last_grad_ptr + start, last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, few,
-                    few_blocks, live, live_block, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1439,31 +1363,21 @@ def mars_float16_3(
                     gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
                     one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             mars_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                last_grad_ptr + start, last_grad_scale_ptr + tile * BLOCKS, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                at, at_block, at, at_block, numbered(before + start, at), beta1, beta2, grad_scale,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, last_grad_ptr + start,
+                last_grad_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, False,
+                one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                mars_float16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, last_grad_ptr + start,
-                    last_grad_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_tensor_sum_of_c_max_one_ptr,
-                    few, few_blocks, live, live_block, numbered(before + start, few), beta1, beta2, grad_scale,
-                    where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1, one_minus_beta2, scalar_5, scalar_6, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1516,23 +1430,16 @@ def mars_float16_small_1(
                 where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = mars_float16_small_1_tile(
-            g_ptr + start, last_grad_ptr + start, at, at, grad_scale, where_lt_one_t_one_zero,
-            gamma_times_beta1_over_one_minus_beta1, False,
+            g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
+            gamma_times_beta1_over_one_minus_beta1, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = mars_float16_small_1_tile(
-                g_ptr + start, last_grad_ptr + start, few, live, grad_scale, where_lt_one_t_one_zero,
-                gamma_times_beta1_over_one_minus_beta1, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_of_c_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1669,28 +1576,19 @@ def mars_float16_small_3(
                     one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             mars_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, at, at, numbered(before + start, at),
-                beta1, beta2, grad_scale, where_lt_one_t_one_zero, gamma_times_beta1_over_one_minus_beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1, one_minus_beta2, scalar_5,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key, stream_key, False,
+                last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
+                numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
+                gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
+                one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                mars_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    last_grad_ptr + start, one_over_sqrt_tensor_sum_of_c_max_one_ptr, few, live,
-                    numbered(before + start, few), beta1, beta2, grad_scale, where_lt_one_t_one_zero,
-                    gamma_times_beta1_over_one_minus_beta1, one_minus_lr_times_weight_decay, one_minus_beta1,
-                    one_minus_beta2, scalar_5, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_7, scalar_8, step_key,
-                    stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

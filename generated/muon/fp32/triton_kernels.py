@@ -101,21 +101,15 @@ def muon_float32_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -164,20 +158,15 @@ def muon_float32_4(
                 p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_4_tile(
-                p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-                True,
-            )
 
 
 @triton.jit
@@ -231,21 +220,15 @@ def muon_bfloat16_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -297,20 +280,15 @@ def muon_bfloat16_4(
                 p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_4_tile(
-                p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-                True,
-            )
 
 
 @triton.jit
@@ -364,21 +342,15 @@ def muon_float16_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -428,20 +400,15 @@ def muon_float16_4(
                 p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_4_tile(
-                p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-                True,
-            )
 
 
 @triton.jit
@@ -504,23 +471,16 @@ def muon_float32_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -587,23 +547,16 @@ def muon_bfloat16_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -668,23 +621,16 @@ def muon_float16_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -767,21 +713,15 @@ def muon_float32_no_nesterov_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -831,21 +771,15 @@ def muon_bfloat16_no_nesterov_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -895,21 +829,15 @@ def muon_float16_no_nesterov_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_no_nesterov_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -160,25 +160,17 @@ def muon_float32_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float32_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float32_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -227,20 +219,15 @@ def muon_float32_4(
                 p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_4_tile(
-                p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-                True,
-            )
 
 
 @triton.jit
@@ -310,21 +297,15 @@ def muon_float32_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -354,20 +335,15 @@ def muon_float32_small_4(
                 p_ptr + start + odd * TILE, lr_times_scale_ptr, direction_ptr + start + odd * TILE, at, at,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_4_tile(
-            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_4_tile(
-                p_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live, one_minus_lr_times_weight_decay,
-                True,
-            )
 
 
 @triton.jit
@@ -491,25 +467,17 @@ def muon_bfloat16_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_bfloat16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_bfloat16_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -593,21 +561,15 @@ def muon_bfloat16_4(
                     direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_bfloat16_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
+                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_bfloat16_4_tile(
-                    p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -661,21 +623,15 @@ def muon_bfloat16_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -759,21 +715,15 @@ def muon_bfloat16_small_4(
                     direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_bfloat16_small_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
+                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_bfloat16_small_4_tile(
-                    p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -882,25 +832,17 @@ def muon_float16_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float16_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float16_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1002,21 +944,15 @@ def muon_float16_4(
                     direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_float16_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
+                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_float16_4_tile(
-                    p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1070,21 +1006,15 @@ def muon_float16_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, momentum_times_momentum, scalar_2, True,
-            )
 
 
 @triton.jit
@@ -1186,21 +1116,15 @@ def muon_float16_small_4(
                     direction_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at),
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_float16_small_4_tile(
-                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, at, at,
-                numbered(before + start, at), one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
+                numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_float16_small_4_tile(
-                    p_ptr + start, weight_low_ptr + start, lr_times_scale_ptr, direction_ptr + start, few, live,
-                    numbered(before + start, few), one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1352,27 +1276,19 @@ def muon_float32_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float32_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1435,23 +1351,16 @@ def muon_float32_no_matrix_small(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_no_matrix_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1612,28 +1521,19 @@ def muon_bfloat16_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_bfloat16_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1733,25 +1633,17 @@ def muon_bfloat16_no_matrix_small(
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_bfloat16_no_matrix_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1930,28 +1822,19 @@ def muon_float16_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float16_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2069,25 +1952,17 @@ def muon_float16_no_matrix_small(
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             muon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                muon_float16_no_matrix_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2260,25 +2135,17 @@ def muon_float32_no_nesterov_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float32_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float32_no_nesterov_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2328,21 +2195,15 @@ def muon_float32_no_nesterov_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float32_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float32_no_nesterov_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -2448,25 +2309,17 @@ def muon_bfloat16_no_nesterov_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_bfloat16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_bfloat16_no_nesterov_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2516,21 +2369,15 @@ def muon_bfloat16_no_nesterov_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_bfloat16_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_bfloat16_no_nesterov_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -2636,25 +2483,17 @@ def muon_float16_no_nesterov_2(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_momentum_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             muon_float16_no_nesterov_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), momentum,
+                one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                muon_float16_no_nesterov_2_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2704,21 +2543,15 @@ def muon_float16_no_nesterov_small_2(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, momentum, one_minus_momentum_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         muon_float16_no_nesterov_small_2_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            muon_float16_no_nesterov_small_2_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

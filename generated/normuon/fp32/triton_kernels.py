@@ -69,21 +69,15 @@ def normuon_float32_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float32_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float32_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -647,21 +641,15 @@ def normuon_bfloat16_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_bfloat16_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_bfloat16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -836,21 +824,15 @@ def normuon_float16_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float16_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1036,23 +1018,16 @@ def normuon_float32_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float32_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1119,23 +1094,16 @@ def normuon_bfloat16_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_bfloat16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_bfloat16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1200,23 +1168,16 @@ def normuon_float16_no_matrix(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float16_no_matrix_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float16_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -128,25 +128,17 @@ def normuon_float32_1(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_float32_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
+                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_float32_1_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -710,21 +702,15 @@ def normuon_float32_small_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float32_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float32_small_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1191,25 +1177,17 @@ def normuon_bfloat16_1(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_bfloat16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
+                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_bfloat16_1_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1675,21 +1653,15 @@ def normuon_bfloat16_small_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_bfloat16_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_bfloat16_small_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1954,25 +1926,17 @@ def normuon_float16_1(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1,
                     one_minus_beta1_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_float16_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                direction_ptr + start, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                one_minus_beta1_times_grad_scale, step_key, stream_key, False,
+                g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW,
+                direction_ptr + start, few, few_blocks, live, live_block, numbered(before + start, few), beta1,
+                one_minus_beta1_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_float16_1_tile(
-                    g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, direction_ptr + start, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2199,21 +2163,15 @@ def normuon_float16_small_1(
                 g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, direction_ptr + start + odd * TILE,
                 at, at, beta1, one_minus_beta1_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float16_small_1_tile(
-            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, at, at, beta1,
-            one_minus_beta1_times_grad_scale, False,
+            g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
+            one_minus_beta1_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float16_small_1_tile(
-                g_ptr + start, momentum_buffer_ptr + start, direction_ptr + start, few, live, beta1,
-                one_minus_beta1_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -2542,27 +2500,19 @@ def normuon_float32_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_float32_no_matrix_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_float32_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2625,23 +2575,16 @@ def normuon_float32_no_matrix_small(
                 scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         normuon_float32_no_matrix_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, at, at, adamw_betas_0,
-            adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-            one_minus_adamw_betas_0_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
+            adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
+            one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            normuon_float32_no_matrix_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, exp_avg_sq_ptr + start, few, live,
-                adamw_betas_0, adamw_betas_1, scalar_0, scalar_1, scalar_2, scalar_3, scalar_4,
-                one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -2802,28 +2745,19 @@ def normuon_bfloat16_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_bfloat16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_bfloat16_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2923,25 +2857,17 @@ def normuon_bfloat16_no_matrix_small(
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             normuon_bfloat16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                normuon_bfloat16_no_matrix_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3120,28 +3046,19 @@ def normuon_float16_no_matrix(
                     one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
                     one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             normuon_float16_no_matrix_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS,
-                at, at_block, at, at_block, numbered(before + start, at), adamw_betas_0, adamw_betas_1,
-                one_minus_adamw_betas_0_times_grad_scale, scalar_1, scalar_2, scalar_3,
-                one_minus_adamw_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
+                scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                normuon_float16_no_matrix_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), adamw_betas_0, adamw_betas_1, one_minus_adamw_betas_0_times_grad_scale,
-                    scalar_1, scalar_2, scalar_3, one_minus_adamw_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3259,25 +3176,17 @@ def normuon_float16_no_matrix_small(
                     scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay, one_minus_adamw_betas_0_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             normuon_float16_no_matrix_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                exp_avg_sq_ptr + start, at, at, numbered(before + start, at), adamw_betas_0, adamw_betas_1, scalar_0,
+                exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
                 scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, False,
+                one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                normuon_float16_no_matrix_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    exp_avg_sq_ptr + start, few, live, numbered(before + start, few), adamw_betas_0, adamw_betas_1, scalar_0,
-                    scalar_1, scalar_2, scalar_3, scalar_4, one_minus_adamw_lr_times_weight_decay,
-                    one_minus_adamw_betas_0_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

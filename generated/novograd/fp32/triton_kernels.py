@@ -56,17 +56,13 @@ def novograd_float32_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -169,21 +165,15 @@ def novograd_float32_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, weight_decay, grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, weight_decay, grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -221,17 +211,13 @@ def novograd_bfloat16_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -289,21 +275,15 @@ def novograd_bfloat16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, weight_decay, grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, weight_decay, grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -341,17 +321,13 @@ def novograd_float16_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -407,21 +383,15 @@ def novograd_float16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, weight_decay, grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, weight_decay, grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -477,21 +447,15 @@ def novograd_float32_grad_averaging_3(
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float32_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float32_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -550,21 +514,15 @@ def novograd_bfloat16_grad_averaging_3(
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_bfloat16_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_bfloat16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -621,21 +579,15 @@ def novograd_float16_grad_averaging_3(
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float16_grad_averaging_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float16_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -59,17 +59,13 @@ def novograd_float32_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -230,25 +226,17 @@ def novograd_float32_3(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_float32_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -276,17 +264,13 @@ def novograd_float32_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float32_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float32_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -362,21 +346,15 @@ def novograd_float32_small_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE,
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, weight_decay, grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float32_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, weight_decay, grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, weight_decay, grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -414,17 +392,13 @@ def novograd_bfloat16_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -568,25 +542,18 @@ def novograd_bfloat16_3(
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_bfloat16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_bfloat16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -614,17 +581,13 @@ def novograd_bfloat16_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_bfloat16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -715,23 +678,16 @@ def novograd_bfloat16_small_3(
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             novograd_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                novograd_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -769,17 +725,13 @@ def novograd_float16_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -920,25 +872,18 @@ def novograd_float16_3(
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_float16_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_float16_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, weight_decay, grad_scale, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -966,17 +911,13 @@ def novograd_float16_small_1(
         for odd in tl.static_range(2):
             tensor_sum_term = novograd_float16_1_tile(g_ptr + start + odd * TILE, at, at, False)
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, at, at, False)
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        tensor_sum_term = novograd_float16_1_tile(g_ptr + start, few, live, True)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_exp_avg_sq_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1085,23 +1026,16 @@ def novograd_float16_small_3(
                     numbered(before + start + odd * TILE, at), beta1, weight_decay, grad_scale, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             novograd_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1, weight_decay,
-                grad_scale, minus_lr, step_key, stream_key, False,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
+                grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                novograd_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1, weight_decay,
-                    grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1216,26 +1150,18 @@ def novograd_float32_grad_averaging_3(
                     one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_float32_grad_averaging_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), beta1,
-                one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
+                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_float32_grad_averaging_3_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1291,21 +1217,15 @@ def novograd_float32_grad_averaging_small_3(
                 one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, beta1, one_minus_beta1_times_grad_scale,
                 one_minus_beta1_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         novograd_float32_grad_averaging_small_3_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at,
-            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
+            beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            novograd_float32_grad_averaging_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live,
-                beta1, one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1428,26 +1348,18 @@ def novograd_bfloat16_grad_averaging_3(
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_bfloat16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
+                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_bfloat16_grad_averaging_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1540,25 +1452,17 @@ def novograd_bfloat16_grad_averaging_small_3(
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             novograd_bfloat16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                novograd_bfloat16_grad_averaging_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -1699,26 +1603,18 @@ def novograd_float16_grad_averaging_3(
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             novograd_float16_grad_averaging_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_beta1_times_grad_scale,
-                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
+                one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                novograd_float16_grad_averaging_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), beta1, one_minus_beta1_times_grad_scale,
-                    one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1829,25 +1725,17 @@ def novograd_float16_grad_averaging_small_3(
                     numbered(before + start + odd * TILE, at), beta1, one_minus_beta1_times_grad_scale,
                     one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             novograd_float16_grad_averaging_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, at, at, numbered(before + start, at), beta1,
+                one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
                 one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                novograd_float16_grad_averaging_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    one_over_sqrt_exp_avg_sq_2_plus_eps_ptr, few, live, numbered(before + start, few), beta1,
-                    one_minus_beta1_times_grad_scale, one_minus_beta1_times_weight_decay, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -65,25 +65,17 @@ def orthograd_float32_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -188,21 +180,15 @@ def orthograd_float32_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -299,20 +285,15 @@ def orthograd_float32_5(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
                 grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_5_tile(
-                p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-                True,
-            )
 
 
 @triton.jit
@@ -364,25 +345,17 @@ def orthograd_bfloat16_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -433,21 +406,15 @@ def orthograd_bfloat16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -503,20 +470,15 @@ def orthograd_bfloat16_5(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
                 grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_bfloat16_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-                True,
-            )
 
 
 @triton.jit
@@ -568,25 +530,17 @@ def orthograd_float16_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -637,21 +591,15 @@ def orthograd_float16_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -705,20 +653,15 @@ def orthograd_float16_5(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
                 grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float16_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float16_5_tile(
-                p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-                True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -758,25 +701,17 @@ def orthograd_float32_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -836,21 +771,15 @@ def orthograd_float32_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -934,23 +863,16 @@ def orthograd_float32_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                 lr_times_where_lt_one_t_one_minus_dampening_one, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -990,25 +912,17 @@ def orthograd_bfloat16_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1044,21 +958,15 @@ def orthograd_bfloat16_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1126,23 +1034,16 @@ def orthograd_bfloat16_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                 lr_times_where_lt_one_t_one_minus_dampening_one, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_bfloat16_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_bfloat16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1182,25 +1083,17 @@ def orthograd_float16_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1236,21 +1129,15 @@ def orthograd_float16_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1316,23 +1203,16 @@ def orthograd_float16_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                 lr_times_where_lt_one_t_one_minus_dampening_one, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float16_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float16_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-            )
 
 
 @triton.jit
@@ -1397,23 +1277,16 @@ def orthograd_float32_nesterov_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1481,23 +1354,16 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_bfloat16_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1563,23 +1429,16 @@ def orthograd_float16_nesterov_has_momentum_5(
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float16_nesterov_has_momentum_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float16_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

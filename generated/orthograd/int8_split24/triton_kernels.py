@@ -68,25 +68,17 @@ def orthograd_float32_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -191,21 +183,15 @@ def orthograd_float32_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -302,20 +288,15 @@ def orthograd_float32_5(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, stretch_ptr, radial_ptr, at, at, weight_decay,
                 grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_5_tile(
-            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay, grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_5_tile(
-                p_ptr + start, g_ptr + start, stretch_ptr, radial_ptr, few, live, weight_decay, grad_scale, minus_lr,
-                True,
-            )
 
 
 @triton.jit
@@ -372,25 +353,17 @@ def orthograd_bfloat16_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -472,21 +445,15 @@ def orthograd_bfloat16_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -593,21 +560,15 @@ def orthograd_bfloat16_5(
                     radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_bfloat16_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -671,25 +632,17 @@ def orthograd_float16_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -754,21 +707,15 @@ def orthograd_float16_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -874,21 +821,15 @@ def orthograd_float16_5(
                     radial_ptr, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_float16_5_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_float16_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, stretch_ptr, radial_ptr, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -928,25 +869,17 @@ def orthograd_float32_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1006,21 +939,15 @@ def orthograd_float32_has_momentum_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1158,27 +1085,18 @@ def orthograd_float32_has_momentum_5(
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_float32_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start, at), weight_decay,
-                grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_float32_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1218,25 +1136,17 @@ def orthograd_float32_has_momentum_small_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-            p_ptr + start, g_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float32_1_tile(
-                p_ptr + start, g_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1272,21 +1182,15 @@ def orthograd_float32_has_momentum_small_3(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, radial_ptr, at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float32_3_tile(
-            p_ptr + start, g_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float32_3_tile(
-                p_ptr + start, g_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1351,23 +1255,16 @@ def orthograd_float32_has_momentum_small_5(
                 where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                 lr_times_where_lt_one_t_one_minus_dampening_one, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_has_momentum_small_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, True,
-            )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1410,25 +1307,17 @@ def orthograd_bfloat16_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1491,21 +1380,15 @@ def orthograd_bfloat16_has_momentum_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1651,27 +1534,18 @@ def orthograd_bfloat16_has_momentum_5(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_bfloat16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_bfloat16_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1714,25 +1588,17 @@ def orthograd_bfloat16_has_momentum_small_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_bfloat16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -1771,21 +1637,15 @@ def orthograd_bfloat16_has_momentum_small_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_bfloat16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1887,26 +1747,18 @@ def orthograd_bfloat16_has_momentum_small_5(
                     where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                     lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_bfloat16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
+                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_bfloat16_has_momentum_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -1949,25 +1801,17 @@ def orthograd_float16_has_momentum_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -2006,21 +1850,15 @@ def orthograd_float16_has_momentum_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2165,27 +2003,18 @@ def orthograd_float16_has_momentum_5(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_float16_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_float16_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit(do_not_specialize=["step_key"])
@@ -2228,25 +2057,17 @@ def orthograd_float16_has_momentum_small_1(
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
             tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
             tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-        tensor_sum_2_terms = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms)
-        tensor_sum_3_terms = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_3_term = orthograd_float16_1_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
-            tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
-            tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_2_terms_apart = tl.fma(tensor_sum_2_term, tensor_sum_2_term_by, tensor_sum_2_terms_apart)
+        tensor_sum_3_terms_apart = tl.fma(tensor_sum_3_term, tensor_sum_3_term, tensor_sum_3_terms_apart)
     tl.store(tensor_sum_for_g_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_radial_2_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_3_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_3_terms_apart, [1, LESS]), 1))
@@ -2285,21 +2106,15 @@ def orthograd_float16_has_momentum_small_3(
                 at, at, grad_scale, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term = orthograd_float16_3_tile(
-            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, at, at, grad_scale, False,
+            p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term = orthograd_float16_3_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, radial_ptr, few, live, grad_scale, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_tangent_norm_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -2419,26 +2234,18 @@ def orthograd_float16_has_momentum_small_5(
                     where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
                     lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_float16_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, lr_times_where_lt_one_t_momentum_zero,
-                lr_times_where_lt_one_t_one_minus_dampening_one, step_key, stream_key, False,
+                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_float16_has_momentum_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    lr_times_where_lt_one_t_momentum_zero, lr_times_where_lt_one_t_one_minus_dampening_one, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2558,27 +2365,19 @@ def orthograd_float32_nesterov_has_momentum_5(
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_float32_nesterov_has_momentum_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS,
-                stretch_ptr, radial_ptr, at, at_block, at, at_block, numbered(before + start, at), momentum,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_float32_nesterov_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -2643,23 +2442,16 @@ def orthograd_float32_nesterov_has_momentum_small_5(
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         orthograd_float32_nesterov_has_momentum_small_5_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, at, at, weight_decay,
-            grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
+            weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            orthograd_float32_nesterov_has_momentum_small_5_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, stretch_ptr, radial_ptr, few, live,
-                weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -2787,27 +2579,19 @@ def orthograd_bfloat16_nesterov_has_momentum_5(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_bfloat16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_bfloat16_nesterov_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -2909,25 +2693,17 @@ def orthograd_bfloat16_nesterov_has_momentum_small_5(
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                step_key, stream_key, False,
+                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_bfloat16_nesterov_has_momentum_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3073,27 +2849,19 @@ def orthograd_float16_nesterov_has_momentum_5(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             orthograd_float16_nesterov_has_momentum_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, stretch_ptr, radial_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few, few_blocks, live,
+                live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                orthograd_float16_nesterov_has_momentum_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, stretch_ptr, radial_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), momentum, weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -3213,25 +2981,17 @@ def orthograd_float16_nesterov_has_momentum_small_5(
                     where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             orthograd_float16_nesterov_has_momentum_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                radial_ptr, at, at, numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                step_key, stream_key, False,
+                radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
+                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
+                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                orthograd_float16_nesterov_has_momentum_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, stretch_ptr,
-                    radial_ptr, few, live, numbered(before + start, few), weight_decay, grad_scale,
-                    where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

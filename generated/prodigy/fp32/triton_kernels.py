@@ -148,25 +148,17 @@ def prodigy_float32_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
+            grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-                grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -351,23 +343,16 @@ def prodigy_float32_5(
                 one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         prodigy_float32_5_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
             one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2, False,
+            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            prodigy_float32_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-            )
 
 
 @triton.jit
@@ -461,25 +446,17 @@ def prodigy_bfloat16_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
+            grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-                grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -559,23 +536,16 @@ def prodigy_bfloat16_5(
                 one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         prodigy_bfloat16_5_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
             one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2, False,
+            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            prodigy_bfloat16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-            )
 
 
 @triton.jit
@@ -642,25 +612,17 @@ def prodigy_float16_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
+            grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-                grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -738,23 +700,16 @@ def prodigy_float16_5(
                 one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         prodigy_float16_5_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
             one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2, False,
+            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            prodigy_float16_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-            )
 
 
 @triton.jit
@@ -875,25 +830,17 @@ def prodigy_float32_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -963,25 +910,17 @@ def prodigy_bfloat16_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1051,25 +990,17 @@ def prodigy_float16_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1190,25 +1121,17 @@ def prodigy_float32_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1277,25 +1200,17 @@ def prodigy_bfloat16_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1364,25 +1279,17 @@ def prodigy_float16_use_bias_correction_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1505,25 +1412,17 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1593,25 +1492,17 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1681,25 +1572,17 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

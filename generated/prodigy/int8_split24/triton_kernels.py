@@ -288,33 +288,21 @@ def prodigy_float32_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
+                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                    lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -523,25 +511,18 @@ def prodigy_float32_5(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, d_2_times_eps_ptr, at, at_block, at, at_block, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             prodigy_float32_5_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr,
-                at, at_block, at, at_block, False,
+                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                prodigy_float32_5_tile(
-                    p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    True,
-                )
 
 
 @triton.jit
@@ -660,25 +641,17 @@ def prodigy_float32_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
+            grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_small_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live, lr,
-                grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -841,23 +814,16 @@ def prodigy_float32_small_5(
                 one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         prodigy_float32_small_5_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
             one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-            d_2_times_eps_ptr, at, at, grad_scale, moves, keep1, gain2, keep2, False,
+            d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            prodigy_float32_small_5_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, few, live, grad_scale, moves, keep1, gain2, keep2, True,
-            )
 
 
 @triton.jit
@@ -1037,29 +1003,20 @@ def prodigy_bfloat16_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), lr,
-                grad_scale, moves, keep3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1285,28 +1242,19 @@ def prodigy_bfloat16_5(
                     d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     moves, keep1, gain2, keep2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             prodigy_bfloat16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), grad_scale, moves, keep1,
-                gain2, keep2, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                prodigy_bfloat16_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1416,25 +1364,17 @@ def prodigy_bfloat16_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
+            d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1591,25 +1531,17 @@ def prodigy_bfloat16_small_5(
                     d_2_times_eps_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2,
                     keep2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             prodigy_bfloat16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, at, at, numbered(before + start, at), grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, False,
+                d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                prodigy_bfloat16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1759,29 +1691,20 @@ def prodigy_float16_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at), lr,
-                grad_scale, moves, keep3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -1981,28 +1904,19 @@ def prodigy_float16_5(
                     d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), grad_scale,
                     moves, keep1, gain2, keep2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             prodigy_float16_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, d_ptr,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, at, at_block, at, at_block, numbered(before + start, at), grad_scale, moves, keep1,
-                gain2, keep2, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
+                rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
+                numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                prodigy_float16_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, d_ptr, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, one_times_one_minus_beta1_times_d_ptr, d_2_times_eps_ptr, few, few_blocks, live, live_block,
-                    numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2081,25 +1995,17 @@ def prodigy_float16_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, at, at, lr, grad_scale, moves, keep3, False,
+            d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_rate_ptr, few, live, lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2230,25 +2136,17 @@ def prodigy_float16_small_5(
                     d_2_times_eps_ptr, at, at, numbered(before + start + odd * TILE, at), grad_scale, moves, keep1, gain2,
                     keep2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             prodigy_float16_small_5_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
                 one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                d_2_times_eps_ptr, at, at, numbered(before + start, at), grad_scale, moves, keep1, gain2, keep2,
-                step_key, stream_key, False,
+                d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                prodigy_float16_small_5_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, d_ptr,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, one_times_one_minus_beta1_times_d_ptr,
-                    d_2_times_eps_ptr, few, live, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2503,34 +2401,21 @@ def prodigy_float32_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at,
-                at_block, at, at_block, numbered(before + start, at), lr, grad_scale, moves, keep1, gain2, keep2, keep3,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
+                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr,
-                    d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), lr, grad_scale, moves, keep1, gain2, keep2, keep3, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2653,25 +2538,17 @@ def prodigy_float32_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at, lr,
-            grad_scale, moves, keep3, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2827,29 +2704,20 @@ def prodigy_bfloat16_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
+                stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -2948,25 +2816,17 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3, False,
+            d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3104,29 +2964,20 @@ def prodigy_float16_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), lr, grad_scale, moves, keep3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
+                stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), lr, grad_scale, moves, keep3, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3207,25 +3058,17 @@ def prodigy_float16_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, at, at, lr, grad_scale, moves, keep3, False,
+            d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_d_times_one_ptr, few, live, lr, grad_scale, moves, keep3, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3481,33 +3324,21 @@ def prodigy_float32_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr, one_times_one_minus_beta1_times_d_ptr, at, at_block, at,
-                at_block, numbered(before + start, at), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
+                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_rate_ptr,
-                    one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
-                    grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3628,25 +3459,17 @@ def prodigy_float32_use_bias_correction_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_rate_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3801,29 +3624,20 @@ def prodigy_bfloat16_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at),
-                grad_scale, moves, keep3, own, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -3921,25 +3735,17 @@ def prodigy_bfloat16_use_bias_correction_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
+            d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4077,29 +3883,20 @@ def prodigy_float16_use_bias_correction_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_rate_ptr, at, at_block, at, at_block, numbered(before + start, at),
-                grad_scale, moves, keep3, own, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few, few_blocks,
+                live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key, stream_key,
+                True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_rate_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4180,25 +3977,17 @@ def prodigy_float16_use_bias_correction_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_rate_ptr, at, at, grad_scale, moves, keep3, own, False,
+            d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_rate_ptr, few, live, grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4455,34 +4244,21 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, at,
-                at_block, at, at_block, numbered(before + start, at), grad_scale, moves, keep1, gain2, keep2, keep3, own,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_ptr, d_over_d0_times_d_times_one_ptr,
+                one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live, live_block, numbered(before + start, few),
+                grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key, stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_ptr,
-                    d_over_d0_times_d_times_one_ptr, one_times_one_minus_beta1_times_d_ptr, few, few_blocks, live,
-                    live_block, numbered(before + start, few), grad_scale, moves, keep1, gain2, keep2, keep3, own, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4605,25 +4381,17 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
-            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at,
-            grad_scale, moves, keep3, own, False,
+            p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
+            grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, s_ptr + start, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few, live,
-                grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4779,29 +4547,20 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
+                stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -4900,25 +4659,17 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own, False,
+            d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -5056,29 +4807,20 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
                 )
                 tensor_sum_terms = tensor_sum_terms + tensor_sum_term
                 tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, s_scale_ptr + tile * BLOCKS,
-                p0_ptr + start, d_over_d0_times_d_times_one_ptr, at, at_block, at, at_block,
-                numbered(before + start, at), grad_scale, moves, keep3, own, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
+                s_scale_ptr + full * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
+                stream_key, True,
             )
-            tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-            tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start,
-                    s_scale_ptr + count // TILE * BLOCKS + part * FEW, p0_ptr + start, d_over_d0_times_d_times_one_ptr, few,
-                    few_blocks, live, live_block, numbered(before + start, few), grad_scale, moves, keep3, own, step_key,
-                    stream_key, True,
-                )
-                tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-                tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 
@@ -5159,25 +4901,17 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
             )
             tensor_sum_terms = tensor_sum_terms + tensor_sum_term
             tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
             p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-            d_over_d0_times_d_times_one_ptr, at, at, grad_scale, moves, keep3, own, False,
+            d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
         )
-        tensor_sum_terms = tensor_sum_terms + tensor_sum_term
-        tensor_sum_2_terms = tensor_sum_2_terms + tensor_sum_2_term
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_2_term = prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, s_ptr + start, p0_ptr + start,
-                d_over_d0_times_d_times_one_ptr, few, live, grad_scale, moves, keep3, own, True,
-            )
-            tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
-            tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
+        tensor_sum_terms_apart = tensor_sum_terms_apart + tensor_sum_term
+        tensor_sum_2_terms_apart = tensor_sum_2_terms_apart + tensor_sum_2_term
     tl.store(tensor_sum_for_d_denom_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
     tl.store(tensor_sum_for_numerator_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_2_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_2_terms_apart, [1, LESS]), 1))
 

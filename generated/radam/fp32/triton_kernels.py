@@ -85,23 +85,16 @@ def radam_float32(
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
-            )
 
 
 @triton.jit
@@ -170,23 +163,16 @@ def radam_bfloat16(
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
-            )
 
 
 @triton.jit
@@ -253,23 +239,16 @@ def radam_float16(
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
-            )
 
 
 @triton.jit
@@ -336,23 +315,16 @@ def radam_float32_decoupled_weight_decay(
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float32_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float32_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -423,23 +395,16 @@ def radam_bfloat16_decoupled_weight_decay(
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_bfloat16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_bfloat16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -508,23 +473,16 @@ def radam_float16_decoupled_weight_decay(
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float16_decoupled_weight_decay_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float16_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -182,27 +182,18 @@ def radam_float32(
                     numbered(before + start + odd * TILE, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -268,23 +259,16 @@ def radam_float32_small(
                 one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1,
                 scalar_5, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                weight_decay, grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, True,
-            )
 
 
 @triton.jit
@@ -451,28 +435,19 @@ def radam_bfloat16(
                     grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -574,25 +549,17 @@ def radam_bfloat16_small(
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             radam_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                radam_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -777,28 +744,19 @@ def radam_float16(
                     grad_scale, one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale,
-                one_minus_beta1, one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -918,25 +876,17 @@ def radam_float16_small(
                     one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             radam_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
                 one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                radam_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, weight_decay, grad_scale, one_minus_beta1,
-                    one_minus_beta2, adaptive, scalar_3, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_5, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1094,29 +1044,19 @@ def radam_float32_decoupled_weight_decay(
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_float32_decoupled_weight_decay_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_float32_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1183,23 +1123,16 @@ def radam_float32_decoupled_weight_decay_small(
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                 lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         radam_float32_decoupled_weight_decay_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1, beta2, eps,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            radam_float32_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1, beta2, eps,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, True,
-            )
 
 
 @triton.jit
@@ -1368,29 +1301,20 @@ def radam_bfloat16_decoupled_weight_decay(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_bfloat16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_bfloat16_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1494,25 +1418,17 @@ def radam_bfloat16_decoupled_weight_decay_small(
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             radam_bfloat16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                radam_bfloat16_decoupled_weight_decay_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1699,29 +1615,20 @@ def radam_float16_decoupled_weight_decay(
                     one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             radam_float16_decoupled_weight_decay_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                stream_key, False,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                radam_float16_decoupled_weight_decay_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4, lr_over_one_minus_beta1_pow_t, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1843,25 +1750,17 @@ def radam_float16_decoupled_weight_decay_small(
                     one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
                     lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             radam_float16_decoupled_weight_decay_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, beta2, eps, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, False,
+                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                radam_float16_decoupled_weight_decay_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, beta2, eps, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, scalar_2, adaptive, scalar_4,
-                    lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

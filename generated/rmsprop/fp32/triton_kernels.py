@@ -71,21 +71,15 @@ def rmsprop_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
                 alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -142,21 +136,15 @@ def rmsprop_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
                 alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -211,21 +199,15 @@ def rmsprop_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
                 alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float16_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float16_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -286,21 +268,15 @@ def rmsprop_float32_has_momentum(
                 momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
                 one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -364,21 +340,15 @@ def rmsprop_bfloat16_has_momentum(
                 momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
                 one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -440,21 +410,15 @@ def rmsprop_float16_has_momentum(
                 momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
                 one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -516,21 +480,15 @@ def rmsprop_float32_centered(
                 grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -595,21 +553,15 @@ def rmsprop_bfloat16_centered(
                 grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_bfloat16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_bfloat16_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -672,21 +624,15 @@ def rmsprop_float16_centered(
                 grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float16_centered_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float16_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -754,21 +700,15 @@ def rmsprop_float32_centered_has_momentum(
                 grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -839,21 +779,15 @@ def rmsprop_bfloat16_centered_has_momentum(
                 grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_bfloat16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_bfloat16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -922,21 +856,15 @@ def rmsprop_float16_centered_has_momentum(
                 grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float16_centered_has_momentum_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float16_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

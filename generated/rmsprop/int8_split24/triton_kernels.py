@@ -145,25 +145,17 @@ def rmsprop_float32(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float32_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS, at, at_block,
-                at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
-                minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
+                few, few_blocks, live, live_block, numbered(before + start, few), alpha, eps, weight_decay, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float32_tile(
-                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -217,21 +209,15 @@ def rmsprop_float32_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, square_avg_ptr + start + odd * TILE, at, at,
                 alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, at, at, alpha, eps, weight_decay, grad_scale,
-            one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
+            one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_small_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, few, live, alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -363,25 +349,18 @@ def rmsprop_bfloat16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), alpha,
-                eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -470,23 +449,16 @@ def rmsprop_bfloat16_small(
                     square_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -636,25 +608,18 @@ def rmsprop_float16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), alpha,
-                eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -761,23 +726,16 @@ def rmsprop_float16_small(
                     square_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, at, at,
-                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, few, live,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -926,27 +884,18 @@ def rmsprop_float32_has_momentum(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
+                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks,
+                live, live_block, numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale,
+                one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float32_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1007,21 +956,15 @@ def rmsprop_float32_has_momentum_small(
                 momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, momentum, grad_scale,
                 one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, at, at, alpha, eps,
-            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
+            weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, momentum_buffer_ptr + start, few, live, alpha, eps,
-                weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1178,27 +1121,19 @@ def rmsprop_bfloat16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_bfloat16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1295,23 +1230,16 @@ def rmsprop_bfloat16_has_momentum_small(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_bfloat16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
-                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
+                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_bfloat16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1486,27 +1414,19 @@ def rmsprop_float16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1621,23 +1541,16 @@ def rmsprop_float16_has_momentum_small(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_float16_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
-                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
+                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_float16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1792,27 +1705,18 @@ def rmsprop_float32_centered(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float32_centered_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
+                grad_avg_ptr + start, grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float32_centered_tile(
-                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1874,21 +1778,15 @@ def rmsprop_float32_centered_small(
                 grad_avg_ptr + start + odd * TILE, at, at, alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_centered_small_tile(
-            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at, at, alpha, eps,
-            weight_decay, grad_scale, one_minus_alpha, minus_lr, False,
+            p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
+            weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_centered_small_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few, live, alpha, eps,
-                weight_decay, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -2051,27 +1949,19 @@ def rmsprop_bfloat16_centered(
                     at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_bfloat16_centered_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2168,23 +2058,16 @@ def rmsprop_bfloat16_centered_small(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_bfloat16_centered_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
+                live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_bfloat16_centered_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2365,27 +2248,19 @@ def rmsprop_float16_centered(
                     at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float16_centered_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), alpha, eps, weight_decay, grad_scale,
-                one_minus_alpha, minus_lr, step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float16_centered_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -2500,23 +2375,16 @@ def rmsprop_float16_centered_small(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_float16_centered_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, at,
-                at, numbered(before + start, at), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
+                live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_float16_centered_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, few,
-                    live, numbered(before + start, few), alpha, eps, weight_decay, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2705,28 +2573,19 @@ def rmsprop_float32_centered_has_momentum(
                     numbered(before + start + odd * TILE, at), alpha, eps, weight_decay, momentum, grad_scale,
                     one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float32_centered_has_momentum_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + tile * BLOCKS,
-                grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, square_avg_ptr + start, square_avg_range_ptr + full * BLOCKS + part * FEW,
+                grad_avg_ptr + start, grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float32_centered_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -2794,21 +2653,15 @@ def rmsprop_float32_centered_has_momentum_small(
                 grad_avg_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at, alpha, eps,
                 weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rmsprop_float32_centered_has_momentum_small_tile(
             p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-            at, at, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, False,
+            few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rmsprop_float32_centered_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, square_avg_ptr + start, grad_avg_ptr + start, momentum_buffer_ptr + start,
-                few, live, alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -3005,29 +2858,20 @@ def rmsprop_bfloat16_centered_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_bfloat16_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_bfloat16_centered_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3131,23 +2975,16 @@ def rmsprop_bfloat16_centered_has_momentum_small(
                     momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_bfloat16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
-                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
+                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_bfloat16_centered_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3362,29 +3199,20 @@ def rmsprop_float16_centered_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), alpha, eps, weight_decay,
                     momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rmsprop_float16_centered_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                square_avg_range_ptr + tile * BLOCKS, grad_avg_ptr + start, grad_avg_scale_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                step_key, stream_key, False,
+                square_avg_range_ptr + full * BLOCKS + part * FEW, grad_avg_ptr + start,
+                grad_avg_scale_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rmsprop_float16_centered_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start,
-                    square_avg_range_ptr + count // TILE * BLOCKS + part * FEW, grad_avg_ptr + start,
-                    grad_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), alpha, eps, weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3506,23 +3334,16 @@ def rmsprop_float16_centered_has_momentum_small(
                     momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), alpha, eps,
                     weight_decay, momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rmsprop_float16_centered_has_momentum_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), alpha, eps, weight_decay, momentum,
-                grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, False,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
+                momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rmsprop_float16_centered_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, square_avg_ptr + start, grad_avg_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), alpha, eps, weight_decay,
-                    momentum, grad_scale, one_minus_alpha, minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -83,21 +83,15 @@ def rprop_float32(
                 step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rprop_float32_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rprop_float32_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-            )
 
 
 @triton.jit
@@ -165,21 +159,15 @@ def rprop_bfloat16(
                 step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rprop_bfloat16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-            )
 
 
 @triton.jit
@@ -245,21 +233,15 @@ def rprop_float16(
                 step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rprop_float16_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rprop_float16_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

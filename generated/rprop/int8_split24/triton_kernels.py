@@ -174,25 +174,18 @@ def rprop_float32(
                     numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rprop_float32_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS, step_size_ptr + start,
-                step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), etaminus,
-                etaplus, step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + full * BLOCKS + part * FEW,
+                step_size_ptr + start, step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rprop_float32_tile(
-                    p_ptr + start, g_ptr + start, prev_ptr + start, prev_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    step_size_ptr + start, step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live,
-                    live_block, numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -256,21 +249,15 @@ def rprop_float32_small(
                 step_size_ptr + start + odd * TILE, at, at, etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                 where_lt_one_t_zero_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         rprop_float32_small_tile(
-            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, at, at, etaminus, etaplus,
-            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, False,
+            p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
+            step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            rprop_float32_small_tile(
-                p_ptr + start, g_ptr + start, prev_ptr + start, step_size_ptr + start, few, live, etaminus, etaplus,
-                step_size_min, step_size_max, grad_scale, where_lt_one_t_zero_lr, True,
-            )
 
 
 @triton.jit
@@ -429,27 +416,19 @@ def rprop_bfloat16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rprop_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
-                step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
+                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_ptr + start,
+                step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rprop_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
-                    prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
-                    step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -549,23 +528,16 @@ def rprop_bfloat16_small(
                     numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rprop_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
+                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rprop_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -742,27 +714,19 @@ def rprop_float16(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min,
                     step_size_max, grad_scale, where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             rprop_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, prev_scale_ptr + tile * BLOCKS,
-                step_size_ptr + start, step_size_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
+                prev_scale_ptr + full * BLOCKS + part * FEW, step_size_ptr + start,
+                step_size_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                rprop_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start,
-                    prev_scale_ptr + count // TILE * BLOCKS + part * FEW, step_size_ptr + start,
-                    step_size_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -880,23 +844,16 @@ def rprop_float16_small(
                     numbered(before + start + odd * TILE, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
                     where_lt_one_t_zero_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             rprop_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, at, at,
-                numbered(before + start, at), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                where_lt_one_t_zero_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
+                numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
+                where_lt_one_t_zero_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                rprop_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, prev_ptr + start, step_size_ptr + start, few, live,
-                    numbered(before + start, few), etaminus, etaplus, step_size_min, step_size_max, grad_scale,
-                    where_lt_one_t_zero_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -83,23 +83,16 @@ def schedule_free_adamw_float32(
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         schedule_free_adamw_float32_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at, beta2, weight_decay,
+            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
             scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-            scalar_5, False,
+            scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            schedule_free_adamw_float32_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
-                scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-                scalar_5, True,
-            )
 
 
 @triton.jit
@@ -167,23 +160,16 @@ def schedule_free_adamw_bfloat16(
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         schedule_free_adamw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at, beta2, weight_decay,
+            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
             scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-            scalar_5, False,
+            scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            schedule_free_adamw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
-                scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-                scalar_5, True,
-            )
 
 
 @triton.jit
@@ -249,23 +235,16 @@ def schedule_free_adamw_float16(
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         schedule_free_adamw_float16_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at, beta2, weight_decay,
+            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
             scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-            scalar_5, False,
+            scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            schedule_free_adamw_float16_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
-                scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-                scalar_5, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -157,27 +157,19 @@ def schedule_free_adamw_float32(
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             schedule_free_adamw_float32_tile(
                 p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
-                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                schedule_free_adamw_float32_tile(
-                    p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -241,23 +233,16 @@ def schedule_free_adamw_float32_small(
                 grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         schedule_free_adamw_float32_small_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at, beta2, weight_decay,
+            p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
             scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-            scalar_5, False,
+            scalar_5, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            schedule_free_adamw_float32_small_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live, beta2, weight_decay,
-                scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4,
-                scalar_5, True,
-            )
 
 
 @triton.jit
@@ -400,27 +385,19 @@ def schedule_free_adamw_bfloat16(
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             schedule_free_adamw_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
-                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                schedule_free_adamw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -521,24 +498,17 @@ def schedule_free_adamw_bfloat16_small(
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             schedule_free_adamw_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                numbered(before + start, at), beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
+                numbered(before + start, few), beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                schedule_free_adamw_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    numbered(before + start, few), beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -699,27 +669,19 @@ def schedule_free_adamw_float16(
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             schedule_free_adamw_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta2,
-                weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                schedule_free_adamw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -838,24 +800,17 @@ def schedule_free_adamw_float16_small(
                     grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             schedule_free_adamw_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, at, at,
-                numbered(before + start, at), beta2, weight_decay, scalar_0, grad_scale_times_sqrt_one_minus_beta2_pow_t,
-                eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
+                numbered(before + start, few), beta2, weight_decay, scalar_0,
+                grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                schedule_free_adamw_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, exp_avg_sq_ptr + start, few, live,
-                    numbered(before + start, few), beta2, weight_decay, scalar_0,
-                    grad_scale_times_sqrt_one_minus_beta2_pow_t, eps_times_sqrt_one_minus_beta2_pow_t, c, scalar_4, scalar_5,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -68,21 +68,15 @@ def schedule_free_sgd_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, z_ptr + start + odd * TILE, at, at, weight_decay,
                 grad_scale, c, scalar_1, scalar_2, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         schedule_free_sgd_float32_tile(
-            p_ptr + start, g_ptr + start, z_ptr + start, at, at, weight_decay, grad_scale, c, scalar_1, scalar_2,
-            False,
+            p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            schedule_free_sgd_float32_tile(
-                p_ptr + start, g_ptr + start, z_ptr + start, few, live, weight_decay, grad_scale, c, scalar_1, scalar_2,
-                True,
-            )
 
 
 @triton.jit
@@ -169,23 +163,16 @@ def schedule_free_sgd_bfloat16(
                     z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
                     c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             schedule_free_sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                schedule_free_sgd_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -290,23 +277,16 @@ def schedule_free_sgd_float16(
                     z_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), weight_decay, grad_scale,
                     c, scalar_1, scalar_2, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             schedule_free_sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                schedule_free_sgd_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, z_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, c, scalar_1, scalar_2, step_key, stream_key,
-                    True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -59,15 +59,12 @@ def sgd_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
                 lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -115,15 +112,12 @@ def sgd_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
                 lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_bfloat16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        sgd_bfloat16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -169,15 +163,12 @@ def sgd_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
                 lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        sgd_float16_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        sgd_float16_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -228,21 +219,15 @@ def sgd_float32_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-                where_lt_one_t_momentum_zero, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -296,21 +281,15 @@ def sgd_bfloat16_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-                where_lt_one_t_momentum_zero, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -362,21 +341,15 @@ def sgd_float16_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-                where_lt_one_t_momentum_zero, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -435,23 +408,16 @@ def sgd_float32_nesterov_has_momentum(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -513,23 +479,16 @@ def sgd_bfloat16_nesterov_has_momentum(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -589,23 +548,16 @@ def sgd_float16_nesterov_has_momentum(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -62,15 +62,12 @@ def sgd_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, lr_times_grad_scale,
                 lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
-        sgd_float32_tile(p_ptr + start, g_ptr + start, at, at, lr_times_grad_scale, lr_times_weight_decay, False)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
+        sgd_float32_tile(p_ptr + start, g_ptr + start, few, live, lr_times_grad_scale, lr_times_weight_decay, True)
 
 
 @triton.jit
@@ -151,21 +148,15 @@ def sgd_bfloat16(
                     numbered(before + start + odd * TILE, at), lr_times_grad_scale, lr_times_weight_decay, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
-                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -264,21 +255,15 @@ def sgd_float16(
                     numbered(before + start + odd * TILE, at), lr_times_grad_scale, lr_times_weight_decay, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
-                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    lr_times_grad_scale, lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -385,25 +370,18 @@ def sgd_float32_has_momentum(
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1, scalar_2,
-                minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_float32_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -454,21 +432,15 @@ def sgd_float32_has_momentum_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, scalar_0, scalar_1,
-            where_lt_one_t_momentum_zero, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
+            where_lt_one_t_momentum_zero, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, scalar_0, scalar_1,
-                where_lt_one_t_momentum_zero, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -585,25 +557,18 @@ def sgd_bfloat16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_bfloat16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -689,23 +654,16 @@ def sgd_bfloat16_has_momentum_small(
                     momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), scalar_0,
                     scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_bfloat16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_bfloat16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -840,25 +798,18 @@ def sgd_float16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_float16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, scalar_2, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -962,23 +913,16 @@ def sgd_float16_has_momentum_small(
                     momentum_buffer_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), scalar_0,
                     scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_float16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_float16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), scalar_0, scalar_1, where_lt_one_t_momentum_zero, minus_lr, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1093,26 +1037,18 @@ def sgd_float32_nesterov_has_momentum(
                     where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), momentum, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key,
-                False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_float32_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1171,23 +1107,16 @@ def sgd_float32_nesterov_has_momentum_small(
                 weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgd_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, weight_decay, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
             where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, False,
+            momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgd_float32_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, weight_decay, grad_scale,
-                where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1310,26 +1239,18 @@ def sgd_bfloat16_nesterov_has_momentum(
                     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_bfloat16_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1425,25 +1346,17 @@ def sgd_bfloat16_nesterov_has_momentum_small(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_bfloat16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_bfloat16_nesterov_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1584,26 +1497,18 @@ def sgd_float16_nesterov_has_momentum(
                     grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one, minus_lr, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgd_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
-                minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgd_float16_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1717,25 +1622,17 @@ def sgd_float16_nesterov_has_momentum_small(
                     weight_decay, grad_scale, where_lt_one_t_momentum_zero, where_lt_one_t_one_minus_dampening_one,
                     momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgd_float16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
                 where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgd_float16_nesterov_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), weight_decay, grad_scale, where_lt_one_t_momentum_zero,
-                    where_lt_one_t_one_minus_dampening_one, momentum_times_where_lt_one_t_momentum_zero, scalar_3, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

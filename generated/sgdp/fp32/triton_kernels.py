@@ -1455,23 +1455,16 @@ def sgdp_float32_no_projected(
                 momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float32_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, False,
+            scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-                scalar_3, True,
-            )
 
 
 @triton.jit
@@ -1529,23 +1522,16 @@ def sgdp_bfloat16_no_projected(
                 momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_bfloat16_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, False,
+            scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_bfloat16_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-                scalar_3, True,
-            )
 
 
 @triton.jit
@@ -1601,23 +1587,16 @@ def sgdp_float16_no_projected(
                 momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float16_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, False,
+            scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float16_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-                scalar_3, True,
-            )
 
 
 @triton.jit
@@ -2892,21 +2871,15 @@ def sgdp_float32_nesterov_no_projected(
                 momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float32_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-                one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -2966,21 +2939,15 @@ def sgdp_bfloat16_nesterov_no_projected(
                 momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_bfloat16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_bfloat16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-                one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -3038,21 +3005,15 @@ def sgdp_float16_nesterov_no_projected(
                 momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float16_nesterov_no_projected_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float16_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-                one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -3109,25 +3109,18 @@ def sgdp_float32_no_projected(
                     numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale, scalar_1,
                     minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_float32_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale,
-                scalar_1, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_float32_no_projected_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3181,23 +3174,16 @@ def sgdp_float32_no_projected_small(
                 momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
                 lr_times_one_minus_dampening_times_grad_scale, scalar_3, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float32_no_projected_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-            scalar_3, False,
+            scalar_3, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float32_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
-                scalar_3, True,
-            )
 
 
 @triton.jit
@@ -3315,25 +3301,18 @@ def sgdp_bfloat16_no_projected(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_bfloat16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_bfloat16_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3425,23 +3404,16 @@ def sgdp_bfloat16_no_projected_small(
                     one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
                     scalar_3, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdp_bfloat16_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdp_bfloat16_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3577,25 +3549,18 @@ def sgdp_float16_no_projected(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum,
                     one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_float16_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_float16_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, scalar_1, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3705,23 +3670,16 @@ def sgdp_float16_no_projected_small(
                     one_minus_dampening_times_grad_scale, lr_times_momentum, lr_times_one_minus_dampening_times_grad_scale,
                     scalar_3, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdp_float16_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
+                lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdp_float16_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_dampening_times_grad_scale, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -6573,25 +6531,18 @@ def sgdp_float32_nesterov_no_projected(
                     numbered(before + start + odd * TILE, at), momentum, one_minus_dampening_times_grad_scale,
                     lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_float32_nesterov_no_projected_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_dampening_times_grad_scale,
-                lr_times_grad_scale, lr_times_momentum, scalar_3, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                lr_times_momentum, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_float32_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
-                    lr_times_momentum, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -6647,21 +6598,15 @@ def sgdp_float32_nesterov_no_projected_small(
                 momentum, grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3,
                 minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdp_float32_nesterov_no_projected_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum, grad_scale,
-            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
+            one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdp_float32_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum, grad_scale,
-                one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -6782,26 +6727,18 @@ def sgdp_bfloat16_nesterov_no_projected(
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_bfloat16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
-                step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                lr_times_momentum, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_bfloat16_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
-                    lr_times_momentum, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -6895,23 +6832,16 @@ def sgdp_bfloat16_nesterov_no_projected_small(
                     grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdp_bfloat16_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, grad_scale, one_minus_dampening_times_grad_scale,
-                momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdp_bfloat16_nesterov_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
-                    momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -7050,26 +6980,18 @@ def sgdp_float16_nesterov_no_projected(
                     one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdp_float16_nesterov_no_projected_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale, lr_times_momentum, scalar_3,
-                step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
+                lr_times_momentum, scalar_3, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdp_float16_nesterov_no_projected_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_dampening_times_grad_scale, lr_times_grad_scale,
-                    lr_times_momentum, scalar_3, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -7181,23 +7103,16 @@ def sgdp_float16_nesterov_no_projected_small(
                     grad_scale, one_minus_dampening_times_grad_scale, momentum_times_momentum, scalar_2, scalar_3, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdp_float16_nesterov_no_projected_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, grad_scale, one_minus_dampening_times_grad_scale,
-                momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
+                momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdp_float16_nesterov_no_projected_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, grad_scale, one_minus_dampening_times_grad_scale,
-                    momentum_times_momentum, scalar_2, scalar_3, minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -60,20 +60,15 @@ def sgdw_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
                 minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_tile(
-                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -121,20 +116,15 @@ def sgdw_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
                 minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -180,20 +170,15 @@ def sgdw_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
                 minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float16_tile(
-            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -247,21 +232,15 @@ def sgdw_float32_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -319,21 +298,15 @@ def sgdw_bfloat16_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -389,21 +362,15 @@ def sgdw_float16_has_momentum(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -461,23 +428,16 @@ def sgdw_float32_nesterov_has_momentum(
                 grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, False,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -539,23 +499,16 @@ def sgdw_bfloat16_nesterov_has_momentum(
                 grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_bfloat16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, False,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_bfloat16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -615,23 +568,16 @@ def sgdw_float16_nesterov_has_momentum(
                 grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float16_nesterov_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, False,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float16_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

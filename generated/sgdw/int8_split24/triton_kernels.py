@@ -63,20 +63,15 @@ def sgdw_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, one_minus_lr_times_weight_decay,
                 minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_tile(
-            p_ptr + start, g_ptr + start, at, at, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
+            True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_tile(
-                p_ptr + start, g_ptr + start, few, live, one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
-                True,
-            )
 
 
 @triton.jit
@@ -157,21 +152,15 @@ def sgdw_bfloat16(
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
-                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -270,21 +259,15 @@ def sgdw_float16(
                     numbered(before + start + odd * TILE, at), one_minus_lr_times_weight_decay, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at),
-                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    one_minus_lr_times_weight_decay, minus_lr_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -395,25 +378,18 @@ def sgdw_float32_has_momentum(
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_float32_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -467,21 +443,15 @@ def sgdw_float32_has_momentum_small(
                 where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                 one_minus_lr_times_weight_decay, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, where_lt_one_t_momentum_zero,
-            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
+            scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, where_lt_one_t_momentum_zero,
-                scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, True,
-            )
 
 
 @triton.jit
@@ -600,26 +570,18 @@ def sgdw_bfloat16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_bfloat16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -711,25 +673,17 @@ def sgdw_bfloat16_has_momentum_small(
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_bfloat16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_bfloat16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -866,26 +820,18 @@ def sgdw_float16_has_momentum(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero,
                     scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
-                False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_float16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, one_minus_lr_times_weight_decay,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -995,25 +941,17 @@ def sgdw_float16_has_momentum_small(
                     where_lt_one_t_momentum_zero, scalar_1, lr_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_float16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
                 lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_float16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1,
-                    lr_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -1124,25 +1062,18 @@ def sgdw_float32_nesterov_has_momentum(
                     numbered(before + start + odd * TILE, at), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
                     lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_float32_nesterov_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), where_lt_one_t_momentum_zero, scalar_1,
-                lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_float32_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1200,23 +1131,16 @@ def sgdw_float32_nesterov_has_momentum_small(
                 grad_scale, where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero,
                 scalar_3, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sgdw_float32_nesterov_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, grad_scale,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
             where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-            one_minus_lr_times_weight_decay, minus_lr, False,
+            one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sgdw_float32_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, grad_scale,
-                where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
-                one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -1337,26 +1261,18 @@ def sgdw_bfloat16_nesterov_has_momentum(
                     scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_bfloat16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_bfloat16_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1451,25 +1367,17 @@ def sgdw_bfloat16_nesterov_has_momentum_small(
                     where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_bfloat16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_bfloat16_nesterov_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1608,26 +1516,18 @@ def sgdw_float16_nesterov_has_momentum(
                     scalar_1, lr_times_grad_scale, lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sgdw_float16_nesterov_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale, lr_times_momentum,
-                one_minus_lr_times_weight_decay, step_key, stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
+                lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sgdw_float16_nesterov_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), where_lt_one_t_momentum_zero, scalar_1, lr_times_grad_scale,
-                    lr_times_momentum, one_minus_lr_times_weight_decay, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1740,25 +1640,17 @@ def sgdw_float16_nesterov_has_momentum_small(
                     where_lt_one_t_momentum_zero, scalar_1, momentum_times_where_lt_one_t_momentum_zero, scalar_3,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sgdw_float16_nesterov_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
                 momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                step_key, stream_key, False,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sgdw_float16_nesterov_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), grad_scale, where_lt_one_t_momentum_zero, scalar_1,
-                    momentum_times_where_lt_one_t_momentum_zero, scalar_3, one_minus_lr_times_weight_decay, minus_lr,
-                    step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -61,19 +61,14 @@ def signum_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float32_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -122,19 +117,14 @@ def signum_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_bfloat16_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_bfloat16_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -181,19 +171,14 @@ def signum_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float16_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float16_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -246,21 +231,15 @@ def signum_float32_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float32_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -316,21 +295,15 @@ def signum_bfloat16_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_bfloat16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_bfloat16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -384,21 +357,15 @@ def signum_float16_has_momentum(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float16_has_momentum_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float16_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -64,19 +64,14 @@ def signum_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, at, at, grad_scale,
                 one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float32_tile(
-            p_ptr + start, g_ptr + start, at, at, grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float32_tile(
-                p_ptr + start, g_ptr + start, few, live, grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -158,21 +153,15 @@ def signum_bfloat16(
                     numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             signum_bfloat16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at), grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                signum_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -272,21 +261,15 @@ def signum_float16(
                     numbered(before + start + odd * TILE, at), grad_scale, one_minus_lr_times_weight_decay, minus_lr,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             signum_float16_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, at, at, numbered(before + start, at), grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
+                grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                signum_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, few, live, numbered(before + start, few),
-                    grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -397,25 +380,18 @@ def signum_float32_has_momentum(
                     numbered(before + start + odd * TILE, at), momentum, one_minus_momentum_times_grad_scale,
                     one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             signum_float32_has_momentum_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                signum_float32_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -468,21 +444,15 @@ def signum_float32_has_momentum_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, momentum_buffer_ptr + start + odd * TILE, at, at,
                 momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         signum_float32_has_momentum_small_tile(
-            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
-            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, False,
+            p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
+            one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            signum_float32_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -602,26 +572,18 @@ def signum_bfloat16_has_momentum(
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             signum_bfloat16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                signum_bfloat16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -712,23 +674,16 @@ def signum_bfloat16_has_momentum_small(
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             signum_bfloat16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                signum_bfloat16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -866,26 +821,18 @@ def signum_float16_has_momentum(
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             signum_float16_has_momentum_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key,
-                stream_key, False,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                signum_float16_has_momentum_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -994,23 +941,16 @@ def signum_float16_has_momentum_small(
                     one_minus_momentum_times_grad_scale, one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             signum_float16_has_momentum_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, at, at,
-                numbered(before + start, at), momentum, one_minus_momentum_times_grad_scale,
-                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
+                numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
+                one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                signum_float16_has_momentum_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, momentum_buffer_ptr + start, few, live,
-                    numbered(before + start, few), momentum, one_minus_momentum_times_grad_scale,
-                    one_minus_lr_times_weight_decay, minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -667,21 +667,15 @@ def sm3_float32_no_factored(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
                 eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float32_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, at, at, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float32_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -737,21 +731,15 @@ def sm3_bfloat16_no_factored(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
                 eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_bfloat16_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, at, at, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_bfloat16_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -805,21 +793,15 @@ def sm3_float16_no_factored(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
                 eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float16_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, at, at, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float16_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1508,23 +1490,16 @@ def sm3_float32_has_momentum_no_factored(
                 one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float32_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
+            lr_times_one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float32_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1591,23 +1566,16 @@ def sm3_bfloat16_has_momentum_no_factored(
                 one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_bfloat16_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
+            lr_times_one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_bfloat16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1672,23 +1640,16 @@ def sm3_float16_has_momentum_no_factored(
                 one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float16_has_momentum_no_factored_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
+            lr_times_one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float16_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

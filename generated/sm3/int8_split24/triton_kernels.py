@@ -849,25 +849,18 @@ def sm3_float32_no_factored(
                     numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_float32_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, accumulator_ptr + start,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_float32_no_factored_tile(
-                    p_ptr + start, g_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -918,21 +911,15 @@ def sm3_float32_no_factored_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, accumulator_ptr + start + odd * TILE, at, at,
                 eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float32_no_factored_small_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, at, at, eps, grad_scale_times_grad_scale,
-            minus_lr_times_grad_scale, False,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
+            minus_lr_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float32_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, few, live, eps, grad_scale_times_grad_scale,
-                minus_lr_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -1062,25 +1049,18 @@ def sm3_bfloat16_no_factored(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_bfloat16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), eps,
-                grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_bfloat16_no_factored_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1168,23 +1148,16 @@ def sm3_bfloat16_no_factored_small(
                     accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sm3_bfloat16_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                numbered(before + start, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
+                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sm3_bfloat16_no_factored_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1332,25 +1305,18 @@ def sm3_float16_no_factored(
                     at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, grad_scale_times_grad_scale,
                     minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_float16_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), eps,
-                grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_float16_no_factored_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -1456,23 +1422,16 @@ def sm3_float16_no_factored_small(
                     accumulator_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), eps,
                     grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sm3_float16_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, at, at,
-                numbered(before + start, at), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
+                numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
+                stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sm3_float16_no_factored_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start, few, live,
-                    numbered(before + start, few), eps, grad_scale_times_grad_scale, minus_lr_times_grad_scale, step_key,
-                    stream_key, True,
-                )
 
 
 @triton.jit
@@ -3212,27 +3171,19 @@ def sm3_float32_has_momentum_no_factored(
                     numbered(before + start + odd * TILE, at), momentum, eps, grad_scale_times_grad_scale,
                     one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_float32_has_momentum_no_factored_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, accumulator_range_ptr + tile * BLOCKS,
-                momentum_buffer_ptr + start, momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), momentum, eps, grad_scale_times_grad_scale,
-                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, accumulator_ptr + start,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
+                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_float32_has_momentum_no_factored_tile(
-                    p_ptr + start, g_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3294,23 +3245,16 @@ def sm3_float32_has_momentum_no_factored_small(
                 one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                 False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         sm3_float32_has_momentum_no_factored_small_tile(
-            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, at, at, momentum,
+            p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
             eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-            lr_times_one_minus_momentum_times_grad_scale, False,
+            lr_times_one_minus_momentum_times_grad_scale, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            sm3_float32_has_momentum_no_factored_small_tile(
-                p_ptr + start, g_ptr + start, accumulator_ptr + start, momentum_buffer_ptr + start, few, live, momentum,
-                eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, True,
-            )
 
 
 @triton.jit
@@ -3466,28 +3410,19 @@ def sm3_bfloat16_has_momentum_no_factored(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_bfloat16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-                stream_key, False,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
+                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_bfloat16_has_momentum_no_factored_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3587,25 +3522,17 @@ def sm3_bfloat16_has_momentum_no_factored_small(
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sm3_bfloat16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), momentum, eps,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sm3_bfloat16_has_momentum_no_factored_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
-                    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3779,28 +3706,19 @@ def sm3_float16_has_momentum_no_factored(
                     at, at_block, at, at_block, numbered(before + start + odd * TILE, at), momentum, eps,
                     grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             sm3_float16_has_momentum_no_factored_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                accumulator_range_ptr + tile * BLOCKS, momentum_buffer_ptr + start,
-                momentum_buffer_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                momentum, eps, grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, minus_lr, step_key,
-                stream_key, False,
+                accumulator_range_ptr + full * BLOCKS + part * FEW, momentum_buffer_ptr + start,
+                momentum_buffer_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
+                one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                sm3_float16_has_momentum_no_factored_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    accumulator_range_ptr + count // TILE * BLOCKS + part * FEW, momentum_buffer_ptr + start,
-                    momentum_buffer_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), momentum, eps, grad_scale_times_grad_scale,
-                    one_minus_momentum_times_grad_scale, minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -3918,25 +3836,17 @@ def sm3_float16_has_momentum_no_factored_small(
                     one_minus_momentum_times_grad_scale, lr_times_momentum, lr_times_one_minus_momentum_times_grad_scale,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             sm3_float16_has_momentum_no_factored_small_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                momentum_buffer_ptr + start, at, at, numbered(before + start, at), momentum, eps,
+                momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
                 grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, False,
+                lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                sm3_float16_has_momentum_no_factored_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, accumulator_ptr + start,
-                    momentum_buffer_ptr + start, few, live, numbered(before + start, few), momentum, eps,
-                    grad_scale_times_grad_scale, one_minus_momentum_times_grad_scale, lr_times_momentum,
-                    lr_times_one_minus_momentum_times_grad_scale, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

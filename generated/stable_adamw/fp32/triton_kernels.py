@@ -68,21 +68,15 @@ def stable_adamw_float32_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -196,23 +190,16 @@ def stable_adamw_float32_3(
                 exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         stable_adamw_float32_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-            False,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
+            beta2_hat, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            stable_adamw_float32_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-                beta2_hat, True,
-            )
 
 
 @triton.jit
@@ -262,21 +249,15 @@ def stable_adamw_bfloat16_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -345,23 +326,16 @@ def stable_adamw_bfloat16_3(
                 exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         stable_adamw_bfloat16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-            False,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
+            beta2_hat, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            stable_adamw_bfloat16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-                beta2_hat, True,
-            )
 
 
 @triton.jit
@@ -411,21 +385,15 @@ def stable_adamw_float16_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -492,23 +460,16 @@ def stable_adamw_float16_3(
                 exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         stable_adamw_float16_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-            False,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
+            beta2_hat, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            stable_adamw_float16_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-                beta2_hat, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -175,27 +175,19 @@ def stable_adamw_float32_1(
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                    step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -343,24 +335,17 @@ def stable_adamw_float32_3(
                     exp_avg_sq_range_ptr + pair * (2 * BLOCKS) + odd * BLOCKS, one_minus_rate_times_weight_decay_ptr,
                     rate_ptr, at, at_block, at, at_block, eps, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             stable_adamw_float32_3_tile(
-                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at_block, at,
-                at_block, eps, False,
+                p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, few_blocks, live, live_block, eps, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                stable_adamw_float32_3_tile(
-                    p_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, few_blocks, live, live_block, eps, True,
-                )
 
 
 @triton.jit
@@ -409,21 +394,15 @@ def stable_adamw_float32_small_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float32_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -510,23 +489,16 @@ def stable_adamw_float32_small_3(
                 exp_avg_sq_ptr + start + odd * TILE, one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps,
                 beta1_hat, scalar_1, scalar_0, beta2_hat, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         stable_adamw_float32_small_3_tile(
             p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-            one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, eps, beta1_hat, scalar_1, scalar_0, beta2_hat,
-            False,
+            one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
+            beta2_hat, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            stable_adamw_float32_small_3_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, eps, beta1_hat, scalar_1, scalar_0,
-                beta2_hat, True,
-            )
 
 
 @triton.jit
@@ -677,27 +649,19 @@ def stable_adamw_bfloat16_1(
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                    step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -843,26 +807,18 @@ def stable_adamw_bfloat16_3(
                     rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             stable_adamw_bfloat16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, numbered(before + start, at), eps, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr, rate_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                stable_adamw_bfloat16_3_tile(
-                    p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -912,21 +868,15 @@ def stable_adamw_bfloat16_small_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_bfloat16_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1050,23 +1000,16 @@ def stable_adamw_bfloat16_small_3(
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
                     beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             stable_adamw_bfloat16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start, at), eps, beta1_hat,
-                scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
+                beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                stable_adamw_bfloat16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
-                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -1217,27 +1160,19 @@ def stable_adamw_float16_1(
                     step_key, stream_key, False,
                 )
                 tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start,
-                exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at),
-                beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps, step_key, stream_key, False,
+                g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
+                step_key, stream_key, True,
             )
-            tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_1_tile(
-                    g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW,
-                    exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks,
-                    live, live_block, numbered(before + start, few), beta1_hat, scalar_1, scalar_2, beta2_hat, eps_times_eps,
-                    step_key, stream_key, True,
-                )
-                tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1379,26 +1314,18 @@ def stable_adamw_float16_3(
                     rate_ptr, at, at_block, at, at_block, numbered(before + start + odd * TILE, at), eps, step_key,
                     stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             stable_adamw_float16_3_tile(
-                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, one_minus_rate_times_weight_decay_ptr,
-                rate_ptr, at, at_block, at, at_block, numbered(before + start, at), eps, step_key, stream_key, False,
+                p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr, rate_ptr, few,
+                few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                stable_adamw_float16_3_tile(
-                    p_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, one_minus_rate_times_weight_decay_ptr,
-                    rate_ptr, few, few_blocks, live, live_block, numbered(before + start, few), eps, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -1448,21 +1375,15 @@ def stable_adamw_float16_small_1(
                 eps_times_eps, False,
             )
             tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
-            g_ptr + start, exp_avg_sq_ptr + start, at, at, scalar_0, beta2_hat, eps_times_eps, False,
+            g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
         )
-        tensor_sum_terms = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms)
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tensor_sum_term, tensor_sum_term_by = stable_adamw_float16_small_1_tile(
-                g_ptr + start, exp_avg_sq_ptr + start, few, live, scalar_0, beta2_hat, eps_times_eps, True,
-            )
-            tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
+        tensor_sum_terms_apart = tl.fma(tensor_sum_term, tensor_sum_term_by, tensor_sum_terms_apart)
     tl.store(tensor_sum_for_surprise_ptr + first // TILES + tl.arange(0, 1), tl.sum(tl.reshape(tensor_sum_terms, [1, TILE]), 1) + tl.sum(tl.reshape(tensor_sum_terms_apart, [1, LESS]), 1))
 
 
@@ -1582,23 +1503,16 @@ def stable_adamw_float16_small_3(
                     one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start + odd * TILE, at), eps,
                     beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             stable_adamw_float16_small_3_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                one_minus_rate_times_weight_decay_ptr, rate_ptr, at, at, numbered(before + start, at), eps, beta1_hat,
-                scalar_1, scalar_0, beta2_hat, step_key, stream_key, False,
+                one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
+                beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                stable_adamw_float16_small_3_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start,
-                    one_minus_rate_times_weight_decay_ptr, rate_ptr, few, live, numbered(before + start, few), eps,
-                    beta1_hat, scalar_1, scalar_0, beta2_hat, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -70,21 +70,15 @@ def tiger_float32(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tiger_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tiger_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -140,21 +134,15 @@ def tiger_bfloat16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tiger_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tiger_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -208,21 +196,15 @@ def tiger_float16(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tiger_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tiger_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

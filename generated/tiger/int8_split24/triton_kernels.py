@@ -130,25 +130,17 @@ def tiger_float32(
                     numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tiger_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at,
-                at_block, numbered(before + start, at), beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW, few,
+                few_blocks, live, live_block, numbered(before + start, few), beta, one_minus_lr_times_weight_decay,
+                one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tiger_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -201,21 +193,15 @@ def tiger_float32_small(
                 p_ptr + start + odd * TILE, g_ptr + start + odd * TILE, exp_avg_ptr + start + odd * TILE, at, at, beta,
                 one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         tiger_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, at, at, beta, one_minus_lr_times_weight_decay,
-            one_minus_beta_times_grad_scale, minus_lr, False,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
+            one_minus_beta_times_grad_scale, minus_lr, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            tiger_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, few, live, beta, one_minus_lr_times_weight_decay,
-                one_minus_beta_times_grad_scale, minus_lr, True,
-            )
 
 
 @triton.jit
@@ -334,25 +320,18 @@ def tiger_bfloat16(
                     at, at_block, numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tiger_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta,
-                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tiger_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -440,23 +419,16 @@ def tiger_bfloat16_small(
                     exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tiger_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                numbered(before + start, at), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tiger_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -593,25 +565,18 @@ def tiger_float16(
                     at, at_block, numbered(before + start + odd * TILE, at), beta, one_minus_lr_times_weight_decay,
                     one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             tiger_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, at, at_block, at, at_block, numbered(before + start, at), beta,
-                one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                tiger_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -717,23 +682,16 @@ def tiger_float16_small(
                     exp_avg_ptr + start + odd * TILE, at, at, numbered(before + start + odd * TILE, at), beta,
                     one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale, minus_lr, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             tiger_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, at, at,
-                numbered(before + start, at), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                minus_lr, step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
+                numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
+                minus_lr, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                tiger_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, few, live,
-                    numbered(before + start, few), beta, one_minus_lr_times_weight_decay, one_minus_beta_times_grad_scale,
-                    minus_lr, step_key, stream_key, True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

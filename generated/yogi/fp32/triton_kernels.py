@@ -86,25 +86,17 @@ def yogi_float32(
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         yogi_float32_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            yogi_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -175,25 +167,17 @@ def yogi_bfloat16(
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         yogi_bfloat16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            yogi_bfloat16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -262,25 +246,17 @@ def yogi_float16(
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         yogi_float16_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            yogi_float16_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-            )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.

@@ -176,29 +176,19 @@ def yogi_float32(
                     one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                     scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             yogi_float32_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + tile * BLOCKS,
-                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at, at_block, at, at_block,
-                numbered(before + start, at), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                step_key, stream_key, False,
+                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_scale_ptr + full * BLOCKS + part * FEW,
+                exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live,
+                live_block, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
+                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
+                scalar_4, scalar_5, scalar_6, step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                yogi_float32_tile(
-                    p_ptr + start, g_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -265,25 +255,17 @@ def yogi_float32_small(
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
             )
-    tile = count // (2 * TILE) * 2
-    start = tile * TILE
-    if start + TILE <= count:
+    full = count // (2 * TILE) * 2
+    for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+        part = opaque(part)
+        start = full * TILE + part * LESS
+        live = few < count - start
         yogi_float32_small_tile(
-            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at, at, beta1,
+            p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
             one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
             where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, False,
+            lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
         )
-    for part in tl.static_range(TILE // LESS):
-        start = count // TILE * TILE + part * LESS
-        if start < count:
-            live = few < count - start
-            yogi_float32_small_tile(
-                p_ptr + start, g_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few, live, beta1,
-                one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4,
-                lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, True,
-            )
 
 
 @triton.jit
@@ -445,29 +427,20 @@ def yogi_bfloat16(
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             yogi_bfloat16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                yogi_bfloat16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -575,27 +548,18 @@ def yogi_bfloat16_small(
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             yogi_bfloat16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                yogi_bfloat16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-                    True,
-                )
 
 
 @triton.jit
@@ -775,29 +739,20 @@ def yogi_float16(
                     where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
                     step_key, stream_key, False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
+            live_block = few_blocks * 64 < count - start
             yogi_float16_tile(
                 p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                exp_avg_scale_ptr + tile * BLOCKS, exp_avg_sq_ptr + start, exp_avg_sq_range_ptr + tile * BLOCKS, at,
-                at_block, at, at_block, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
-                one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                scalar_4, scalar_5, scalar_6, step_key, stream_key, False,
+                exp_avg_scale_ptr + full * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
+                exp_avg_sq_range_ptr + full * BLOCKS + part * FEW, few, few_blocks, live, live_block,
+                numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
+                where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
+                step_key, stream_key, True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                live_block = few_blocks * 64 < count - start
-                yogi_float16_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start,
-                    exp_avg_scale_ptr + count // TILE * BLOCKS + part * FEW, exp_avg_sq_ptr + start,
-                    exp_avg_sq_range_ptr + count // TILE * BLOCKS + part * FEW, few, few_blocks, live, live_block,
-                    numbered(before + start, few), beta1, one_minus_lr_times_weight_decay, one_minus_beta1_times_grad_scale,
-                    where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale, scalar_4, scalar_5, scalar_6,
-                    step_key, stream_key, True,
-                )
 
 
 @triton.jit
@@ -923,27 +878,18 @@ def yogi_float16_small(
                     scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
                     False,
                 )
-        tile = count // (2 * TILE) * 2
-        start = tile * TILE
-        if start + TILE <= count:
+        full = count // (2 * TILE) * 2
+        for part in range(0, tl.cdiv(count - full * TILE, LESS)):
+            part = opaque(part)
+            start = full * TILE + part * LESS
+            live = few < count - start
             yogi_float16_small_tile(
-                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, at,
-                at, numbered(before + start, at), beta1, one_minus_lr_times_weight_decay,
+                p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
+                live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
                 one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
                 scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-                False,
+                True,
             )
-        for part in tl.static_range(TILE // LESS):
-            start = count // TILE * TILE + part * LESS
-            if start < count:
-                live = few < count - start
-                yogi_float16_small_tile(
-                    p_ptr + start, g_ptr + start, weight_low_ptr + start, exp_avg_ptr + start, exp_avg_sq_ptr + start, few,
-                    live, numbered(before + start, few), beta1, one_minus_lr_times_weight_decay,
-                    one_minus_beta1_times_grad_scale, where_lt_one_t_zero_initial_accumulator, grad_scale_times_grad_scale,
-                    scalar_4, lr_over_one_minus_beta1_pow_t_times_beta1, scalar_6, scalar_7, scalar_8, step_key, stream_key,
-                    True,
-                )
 
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
