@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 import optgen.optim as optim
-from optgen.runtime import Optimizer, control, cpu, offload, optimizer
+from optgen.runtime import Optimizer, control, cpu, launch, offload, optimizer
 from tests.test_offload import moved
 from tests.test_replay_triton import everything, params_of
 
@@ -245,6 +246,48 @@ def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.M
     # The one that failed was tried again; c and d take the kernel of b.
     assert seen == ["controlled" if capturable else "plain"] * 3
     assert [int(opt.state[p]["step"]) for p in params_of(opt)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_kernel_that_spills_gets_more_registers(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
+    """Compilers find out; what was found holds for every later step, and is looked for once."""
+    tried: list[int | None] = []
+    launched: list[int | None] = []
+
+    def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
+        tried.append(maxnreg)
+        return SimpleNamespace(run=None, n_spills=2 * (maxnreg is not None and maxnreg < 90))
+
+    start = interpreter.InterpretedFunction.run
+
+    def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
+        launched.append(maxnreg)
+        return start(jitted, *args, **options)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
+    monkeypatch.setattr(control, "_loaded", {})
+    monkeypatch.setattr(control, "_roomier", {})
+    opt = made("triton", capturable=capturable)
+    for step in range(2):
+        give(opt, step)
+        opt.step()
+    assert tried == [64, 80, 96] * 2  # two kernels
+    assert set(launched) == {96} and len(launched) >= 4
+
+
+def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
+    tried: list[object] = []
+
+    def spills(options: Mapping[str, Any]) -> bool:
+        tried.append(options.get("maxnreg"))
+        return True
+
+    assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills) == {"num_warps": 1}
+    assert tried == [208, 224, 240, None]
+    assert control.without_spills({"num_warps": 1}, spills) == {"num_warps": 1}
+    assert control.without_spills({"maxnreg": 64}, lambda options: False) == {"maxnreg": 64}
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

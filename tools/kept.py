@@ -153,7 +153,8 @@ _MISSING = object()
 
 
 class CompiledKernels:
-    """What compiling a kernel for a target gave: (bytes of stack, bytes of shared memory), by key.
+    """What compiling a kernel for a target gave, by key: bytes of stack within the registers that were planned for it,
+    those within the registers that it takes on a device, and bytes of shared memory.
 
     One SQLite file that any number of processes read and write.
     """
@@ -161,14 +162,15 @@ class CompiledKernels:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = sqlite3.connect(path, timeout=60, isolation_level=None)
-        self.file.execute("create table if not exists kernels (key text primary key, stack integer, shared integer)")
+        columns = "key text primary key, planned integer, stack integer, shared integer"
+        self.file.execute(f"create table if not exists compiled ({columns})")
 
-    def get(self, key: str) -> tuple[int, int] | None:
-        found = self.file.execute("select stack, shared from kernels where key = ?", (key,)).fetchone()
-        return None if found is None else (int(found[0]), int(found[1]))
+    def get(self, key: str) -> tuple[int, int, int] | None:
+        found = self.file.execute("select planned, stack, shared from compiled where key = ?", (key,)).fetchone()
+        return None if found is None else (int(found[0]), int(found[1]), int(found[2]))
 
-    def put(self, key: str, stack: int, shared: int) -> None:
-        self.file.execute("insert or replace into kernels values (?, ?, ?)", (key, stack, shared))
+    def put(self, key: str, planned: int, stack: int, shared: int) -> None:
+        self.file.execute("insert or replace into compiled values (?, ?, ?, ?)", (key, planned, stack, shared))
 
     def close(self) -> None:
         self.file.close()

@@ -630,6 +630,23 @@ def kernels() -> Iterable[Job]:
     yield from flashoptim()
 
 
+def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
+    """A job's kernel within the registers that are planned for it, and as the first step on a device compiles it."""
+    from optgen.runtime import control
+
+    made: list[Compiled] = []
+
+    def spills(options: Mapping[str, Any]) -> bool:
+        made.append(compile_for(
+            job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps,
+            aligned=job.aligned, listed=False, **options,
+        ))  # fmt: skip
+        return made[-1].stack > 0
+
+    control.without_spills(job.options, spills)
+    return made[0], made[-1]
+
+
 def count(job: Job, target: str) -> Stats:
     compiled = compile_for(
         job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps, aligned=job.aligned, **job.options

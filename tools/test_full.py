@@ -1,14 +1,14 @@
-"""The whole product of rules, plans, parameter dtypes, flags and targets; the result is written to docs/test-full.md.
+"""The whole product of rules, plans, parameter dtypes, flags and targets; what it gives is written to docs/.
 
     python tools/test_full.py                     all of it; many hours on a small machine
     python tools/test_full.py --minutes 45        what can be run in that time, of a drawn order (--seed)
     python tools/test_full.py --sample 50         the first 50 of that order, printed only; --write to keep the report
-    python tools/test_full.py --no-targets        without cross-compiling
+    python tools/test_full.py --only kernels      cross-compile, or --only cells: the others' report is left as it is
 
 Every cell is compiled in memory.  The strict Triton kernels, in Triton's interpreter, the strict C++ kernels and the
 eager reference must agree bit for bit: kernel beside kernel where a step is one, the whole optimizer where it takes
-several.  Each step must keep the bound that is derived for it, around the fp64 oracle.  Every fast kernel is then
-compiled for every target.  Exit code 1 where anything fails.
+several.  Each step must keep the bound that is derived for it, around the fp64 oracle (docs/test-full.md).  Every fast
+kernel is then compiled for every target (docs/test-full-kernels.md).  Exit code 1 where anything fails.
 
 Of eight cells one is run with the C++ kernels that users compile, the others with kernels that are not optimized,
 which give the same bits (`harness.unoptimized`).  Kernels of the same meaning are compiled once for a target, whatever
@@ -58,6 +58,7 @@ from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
 DOC = ROOT / "docs" / "test-full.md"
+KERNELS_DOC = ROOT / "docs" / "test-full-kernels.md"
 KEPT = ROOT / "build" / "test_full.jsonl"
 COMPILED = ROOT / "build" / "test_full_kernels.sqlite"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -169,11 +170,13 @@ class Turn:
 
 @dataclass
 class Kernels:
-    """What a turn compiled: how many kernels for each target, how many spill or share memory, what failed."""
+    """What a turn compiled: how many kernels for each target, how many of them take more registers than were planned,
+    which use the stack or share memory all the same, and what failed."""
 
     turn: Turn
     compiled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
     new: int = 0  # of them, compiled in this turn: the others have the meaning of one that was compiled before
+    widened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
     spilled: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -208,18 +211,16 @@ def compile_turn(turn: Turn) -> Kernels:
                 found = done.get(key)
                 if found is None:
                     try:
-                        made = kernel_stats.compile_for(
-                            job.fn, job.signature, job.constexprs, kernel_stats.TARGETS[target], job.num_warps,
-                            aligned=job.aligned, listed=False, **job.options,
-                        )  # fmt: skip
+                        planned, made = kernel_stats.compiled_to_fit(job, target)
                     except Exception as error:  # any failure belongs into the report, with its kernel
                         out.failed.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
                         continue
-                    found = made.stack, made.shared
+                    found = planned.stack, made.stack, made.shared
                     done.put(key, *found)
                     out.new += 1
-                stack, shared = found
+                planned_stack, stack, shared = found
                 out.compiled[target] += 1
+                out.widened[target] += planned_stack > stack
                 # Panels, and what is done between sweeps, work together over shared memory.
                 if stack or (shared and name in module.TILE):
                     out.spilled.append(f"{label}: {stack} B of stack, {shared} B shared")
@@ -256,17 +257,16 @@ def _worst_by(outcomes: Sequence[Outcome], key: Callable[[Cell], str], order: Se
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the product was run: all cells there are, the seed of their order, all pairs there are, and of how
-    many states of the sources the results are."""
+    """How much of the product was run: all cells or pairs that there are, the seed of their order, and of how many
+    states of the sources the results are."""
 
-    cells: int
+    whole: int
     seed: int
-    targets: bool
     pairs: int
     states: int = 1
 
 
-def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Extent) -> str:
+def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
     """docs/test-full.md."""
     bad = [o for o in outcomes if o.failure]
     specs = [s for s in product.SPECS if any(o.cell.spec == s for o in outcomes)]
@@ -283,9 +283,9 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         "tight.  Where fp32 itself or a scale overflows, nothing is promised: the last column.",
         "",
     ]
-    if len(outcomes) < extent.cells:
+    if len(outcomes) < extent.whole:
         lines += [
-            f"**This is a sample: {len(outcomes)} of {extent.cells} cells**, the first ones of the order drawn by seed",
+            f"**This is a sample: {len(outcomes)} of {extent.whole} cells**, the first ones of the order drawn by seed",
             f"{extent.seed}: one of every pair of rule and plan, then a second of each, and so on.  {len(pairs)} of"
             f" {extent.pairs} pairs",
             "are in it.",
@@ -316,29 +316,54 @@ def report(outcomes: Sequence[Outcome], kernels: Sequence[Kernels], extent: Exte
         "",
         *table(["rule", *head], _worst_by(outcomes, lambda c: c.spec, specs)),
     ]
-    if extent.targets:
-        lines += ["", "## Kernels", ""]
-        rows = [
-            [t, sum(k.compiled[t] for k in kernels), sum(f" for {t}:" in f for k in kernels for f in k.failed)]
-            for t in TARGETS
-        ]
-        lines += table(["target", "kernels compiled", "failed"], rows)
-        spilled = [s for k in kernels for s in k.spilled]
-        turns = Counter(k.turn.number for k in kernels)
+    return "\n".join(lines + _failures([f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad])) + "\n"
+
+
+def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
+    """docs/test-full-kernels.md."""
+    failed = [f for k in kernels for f in k.failed]
+    spilled = [s for k in kernels for s in k.spilled]
+    rows = []
+    for t in TARGETS:
+        named = [sum(f" for {t}:" in line for line in lines) for lines in (failed, spilled)]
+        rows.append([t, sum(k.compiled[t] for k in kernels), *named, sum(k.widened[t] for k in kernels)])
+    done = sum(sum(k.compiled.values()) for k in kernels)
+    turns = Counter(k.turn.number for k in kernels)
+    whole = turns[len(TURNS) - 1]
+    lines = [
+        "# The kernels of the whole product",
+        "",
+        "Written by `python tools/test_full.py`; see there for what is run.  The kernels in fast maths of every rule",
+        "under every plan that fits it, for every parameter dtype, setting of flags and size class, are compiled down",
+        f"to machine code by Triton {metadata.version('triton')}, without a GPU.  Those of the same meaning are",
+        "compiled once for a target, whatever they were printed for.",
+        "",
+    ]
+    if whole < extent.whole:
         at_once = [f"the first {n} of {turns[k]}" for k, n in enumerate(TURNS[:-1])]
-        whole = turns[len(TURNS) - 1]
-        lines += ["", f"They are all kernels of {whole} of {extent.pairs} pairs of rule and plan."]
-        if whole < extent.pairs:
-            lines += [
-                f"Of the others, those that came first in an order drawn by seed {extent.seed}:"
-                f" {', '.join(reversed(at_once))} pairs."
-            ]
-        lines += ["Kernels of the same meaning were compiled once for a target, whatever they were printed for."]
-        lines += ["", f"{len(spilled)} of them use stack or shared memory.", *(f"- {s}" for s in spilled)]
-    failures = [f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad] + [f for k in kernels for f in k.failed]
-    if failures:
-        lines += ["", "## What fails", "", *(f"- {line}" for line in failures)]
-    return "\n".join(lines) + "\n"
+        lines += [
+            f"**This is a sample**: all kernels of {whole} of {extent.whole} pairs of rule and plan, and of the others"
+            " those",
+            f"that come first in an order drawn by seed {extent.seed}: {', '.join(reversed(at_once))} pairs.",
+            "",
+        ]
+    else:
+        lines += [f"They are all kernels of all {extent.whole} pairs of rule and plan.", ""]
+    lines += [
+        f"**{done} of {done + len(failed)} compile.**",
+        "",
+        *table(["target", "compiled", "failed", "use stack or share memory", "take more registers than planned"], rows),
+        "",
+        "A plan leaves a kernel as many registers as it is expected to fit in; where it spills, the first step",
+        "compiles it with more (`control.without_spills`), and so was done here.  Of shared memory the kernels of",
+        "tiles are asked; those that walk panels, or work between sweeps, share it by design.",
+        *([""] + [f"- {s}" for s in spilled] if spilled else []),
+    ]
+    return "\n".join(lines + _failures(failed)) + "\n"
+
+
+def _failures(failures: Sequence[str]) -> list[str]:
+    return ["", "## What fails", "", *(f"- {line}" for line in failures)] if failures else []
 
 
 # Running --------------------------------------------------------------------------------------------------------------
@@ -409,17 +434,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the product; 1 where anything fails."""
     parser = argparse.ArgumentParser(description="The whole product of rules, plans, dtypes, flags and targets.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
-    parser.add_argument("--sample", type=int, help="only so many cells; nothing is written without --write")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after so many")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of cells")
-    parser.add_argument("--no-targets", action="store_true", help="do not cross-compile")
+    parser.add_argument("--only", choices=("cells", "kernels"), help="default: both")
+    parser.add_argument("--sample", type=int, help="only so many of each; nothing is written without --write")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of cells and of kernels")
     parser.add_argument("--write", action="store_true", help="write the report of a --sample, too")
     parser.add_argument("--fresh", action="store_true", help="do not go on from what earlier runs found")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     until = time.monotonic() + 60 * chosen.minutes
-    every = [cell for cell in drawn(product.full_cells(), chosen.seed) if product.is_met(cell)]
-    cells = every[: chosen.sample]
     state = kept.sources(
         ("optgen", "specs"),
         [f"tests/{n}.py" for n in ("product", "harness", "interpreter")]
@@ -428,6 +451,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = kept.Kept(KEPT, kept.digest_of(state, _versions()), chosen.fresh)
     if chosen.fresh:
         COMPILED.unlink(missing_ok=True)
+    fails = False
+    for what, doc, part in (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels)):
+        if chosen.only in (None, what):
+            text, failed = part(results, chosen.seed, chosen.sample, chosen.jobs, until)
+            if chosen.sample is None or chosen.write:
+                doc.write_text(text, encoding="utf-8")
+            print(text)
+            fails = fails or failed
+    return int(fails)
+
+
+def run_cells(results: kept.Kept, seed: int, sample: int | None, jobs: int, until: float) -> tuple[str, bool]:
+    """The report on cells, and whether any is wrong."""
+    every = [cell for cell in drawn(product.full_cells(), seed) if product.is_met(cell)]
+    cells = every[:sample]
     found: dict[Cell, Outcome] = {}
     states: set[str] = set()
     for cell in cells:
@@ -436,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             states.add(row["of"])
     with interpreting(True):
         left = [Task(c, results.of_key(str(c))) for c in cells if c not in found]
-        for task, given in spread(run_task, left, chosen.jobs, "cells", until):
+        for task, given in spread(run_task, left, jobs, "cells", until):
             cell = task.cell
             if isinstance(given, str):  # which cell's fault it was is not known: the next run tries it again
                 found[cell] = Outcome(cell, failure=given)
@@ -453,28 +491,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if key:
                 results.add(str(cell), key, row, of)
     outcomes = [found[cell] for cell in cells if cell in found]
-    kernels: dict[Turn, Kernels] = {}
-    if not chosen.no_targets:
-        pairs = list(dict.fromkeys((o.cell.spec, o.cell.plan) for o in outcomes))
-        turns = [Turn(pair, number, chosen.seed) for number in range(len(TURNS)) for pair in pairs]
-        for turn in turns:
-            if (row := results.now(str(turn))) is not None:
-                kernels[turn] = Kernels(turn, **row["result"])
-        with interpreting(False):
-            left_turns = [t for t in turns if t not in kernels]
-            for turn, made in spread(compile_turn, left_turns, chosen.jobs, "kernels", until):
-                kernels[turn] = Kernels(turn, failed=[f"{turn}: {made}"]) if isinstance(made, str) else made
-                if isinstance(made, str):
-                    continue
-                row = asdict(kernels[turn])
-                del row["turn"]
-                results.add(str(turn), "", row)
-    extent = Extent(len(every), chosen.seed, not chosen.no_targets, len({(c.spec, c.plan) for c in every}), len(states))
-    text = report(outcomes, list(kernels.values()), extent)
-    if chosen.sample is None or chosen.write:
-        DOC.write_text(text, encoding="utf-8")
-    print(text)
-    return int(any(o.failure for o in outcomes) or any(k.failed or k.spilled for k in kernels.values()))
+    extent = Extent(len(every), seed, len({(c.spec, c.plan) for c in every}), len(states))
+    return report_of_cells(outcomes, extent), any(o.failure for o in outcomes)
+
+
+def pairs_with_kernels(seed: int) -> list[tuple[str, str]]:
+    """Every rule, those that take products of matrices too, under every plan that fits it, in the order of the seed."""
+    found = sorted(product.pairs((*product.SPECS, *product.OF_MATRICES)))
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def run_kernels(results: kept.Kept, seed: int, sample: int | None, jobs: int, until: float) -> tuple[str, bool]:
+    """The report on kernels, and whether any does not compile."""
+    pairs = pairs_with_kernels(seed)
+    turns = [Turn(pair, number, seed) for number in range(len(TURNS)) for pair in pairs][:sample]
+    found: dict[Turn, Kernels] = {}
+    for turn in turns:
+        if (row := results.now(str(turn))) is not None:
+            found[turn] = Kernels(turn, **row["result"])
+    with interpreting(False):
+        left = [t for t in turns if t not in found]
+        for turn, made in spread(compile_turn, left, jobs, "kernels", until):
+            found[turn] = Kernels(turn, failed=[f"{turn}: {made}"]) if isinstance(made, str) else made
+            if isinstance(made, str):
+                continue
+            row = asdict(found[turn])
+            del row["turn"]
+            results.add(str(turn), "", row)
+    kernels = [found[turn] for turn in turns if turn in found]
+    return report_of_kernels(kernels, Extent(len(pairs), seed, len(pairs))), any(k.failed for k in kernels)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ One tensor counts the steps of all parameters that step together: their states h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -268,8 +268,10 @@ def start(
     which     the scalars that it takes, by position
     step_key  None where it takes none; in a `Control` its value counts
     """
-    kernel, given, constants = _call(kernel, tables, scalars, which, step_key, constants)
-    kernel[(programs,)](*given, **constants, **options)
+    outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
+    if _roomier:
+        options = _roomier.get(_key(kernel, given, scalars, which, step_key, constants, options), options)
+    outer[(programs,)](*given, **told, **options)
 
 
 def load(
@@ -283,20 +285,62 @@ def load(
     **options: Any,
 ) -> None:
     """What comes before the first launch that `start` makes with the same arguments: the kernel is compiled for the
-    current device and put there, unless that was done before."""
+    current device and put there, unless that was done before.
+
+    Where it spills within the registers that its plan leaves it ("maxnreg"), it is compiled with more of them.
+    """
     outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
-    key = (id(outer), id(kernel), given[0].device, *constants.items(), *options.items())
-    if isinstance(scalars, Control):
-        key = (*key, *which, step_key is None)
+    key = _key(kernel, given, scalars, which, step_key, constants, options)
     if key in _loaded:
         return
-    made = outer.warmup(*given, grid=(programs,), **told, **options)
-    getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
+
+    def spills(options: Mapping[str, Any]) -> bool:
+        made = outer.warmup(*given, grid=(programs,), **told, **options)
+        getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
+        return bool(getattr(made, "n_spills", 0))
+
+    fitting = without_spills(options, spills)
+    if fitting != options:
+        _roomier[key] = fitting
     _loaded[key] = (outer, kernel)
 
 
+def without_spills(options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+    """`options` with the least "maxnreg", in steps of 16 registers, at which a kernel does not spill; without one where
+    it spills at all of them.
+
+    spills  compiles it that way, and says whether it does
+    """
+    found = dict(options)
+    while spills(found) and "maxnreg" in found:
+        found["maxnreg"] += 16
+        if found["maxnreg"] > MOST_REGISTERS:
+            del found["maxnreg"]
+    return found
+
+
+MOST_REGISTERS = 255
+"""Of a thread, on every device of NVIDIA's."""
+
 _loaded: dict[tuple[object, ...], Any] = {}
 """Kernels that were loaded, kept so that their addresses stay theirs."""
+
+_roomier: dict[tuple[object, ...], dict[str, Any]] = {}
+"""The options of those that need more registers than they were planned with."""
+
+
+def _key(
+    kernel: Any,
+    given: Sequence[Any],
+    scalars: Sequence[float] | Control,
+    which: Sequence[int],
+    step_key: int | None,
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[object, ...]:
+    """Of all that decides what is compiled, and for which device."""
+    key = (id(kernel), given[0].device, *constants.items(), *options.items())
+    return (*key, *which, step_key is None) if isinstance(scalars, Control) else key
 
 
 def _call(
