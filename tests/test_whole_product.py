@@ -275,14 +275,18 @@ def test_every_kernel_of_a_pair_is_compiled_for_every_target(tool: ModuleType, t
 
 
 SAMPLE = """
-import json, sys
+import json, random, sys
 from pathlib import Path
 
 import test_full as tool
+from optgen.driver import targets
+from tests import product
 
 seed, tool.COMPILED = int(sys.argv[1]), Path(sys.argv[2])
-for pair in json.load(sys.stdin):
-    made = tool.compile_turn(tool.Turn(tuple(pair), 0, seed))
+for spec, plan in json.load(sys.stdin):
+    pair = spec, plan
+    case = random.Random(f"{seed} {pair}").choice(list(targets.cases(product.spec_of(spec), product.plan_of(plan))))
+    made = tool.compile_turn(tool.Turn(pair, 0, seed), [case])
     print(json.dumps({"pair": pair, "compiled": made.compiled, "failed": made.failed, "spilled": made.spilled}))
 """
 PARTS = 8

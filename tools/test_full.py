@@ -53,6 +53,7 @@ import kept  # noqa: E402
 import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
+from optgen.driver.targets import Case  # noqa: E402
 from optgen.runtime import native  # noqa: E402
 from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
@@ -181,8 +182,11 @@ class Kernels:
     failed: list[str] = field(default_factory=list)
 
 
-def compile_turn(turn: Turn) -> Kernels:
-    """Cross-compiles the kernels of a pair whose turn it is; in a process that compiles."""
+def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
+    """Cross-compiles the kernels of a pair whose turn it is; in a process that compiles.
+
+    cases  of which alone; None: of all that the pair has
+    """
     import kernel_stats
 
     from optgen.driver import emit
@@ -190,7 +194,7 @@ def compile_turn(turn: Turn) -> Kernels:
     torch.set_num_threads(1)
     out = Kernels(turn)
     spec, plan = turn.pair
-    text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan))["triton_kernels.py"]
+    text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan), cases=cases)["triton_kernels.py"]
     prelude = kept.reach(frozenset(kept.imported_by(text)))
     done = kept.CompiledKernels(COMPILED)
     prints: dict[str, str] = {}
