@@ -198,12 +198,14 @@ def test_a_run_that_is_told_to_end_finishes_what_it_has_begun(
 def test_the_report_says_what_was_run_and_what_fails(tool: ModuleType) -> None:
     good, bad = Cell("adamw", "fp32"), Cell("lamb", "fp32")
     outcomes = [tool.Outcome(good, 0.5, 0.25), tool.Outcome(bad, failure="outside the bound: p\nmore", stages=True)]
-    text = tool.report_of_cells(outcomes, tool.Extent(1000, 3, pairs=10))
+    text = tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, "abc1234"))
     assert "This is a sample: 2 of 1000 cells" in text and "drawn by seed\n3:" in text
     assert "**1 of 2 cells are right**" in text and "2 of 10 pairs" in text and "states of the sources" not in text
-    assert "are of 3 states of the sources" in tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, states=3))
+    assert "commit abc1234." in text
+    older = tool.report_of_cells(outcomes, tool.Extent(1000, 3, 10, "abc1234", states=3))
+    assert "are of 3 states of the sources" in older
     assert f"- {bad}: outside the bound: p\n" in text
-    assert "sample" not in tool.report_of_cells(outcomes, tool.Extent(2, 3, pairs=2))
+    assert "sample" not in tool.report_of_cells(outcomes, tool.Extent(2, 3, 2, "abc1234"))
 
 
 def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
@@ -211,18 +213,18 @@ def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
     turns = [tool.Turn(pair, number, 3) for number in range(3) for pair in pairs]
     some, all_of_them = (
         tool.report_of_kernels([tool.Kernels(turn, dict.fromkeys(tool.TARGETS, 2)) for turn in turns[:count]], extent)
-        for count, extent in ((3, tool.Extent(2, 3, 2)), (6, tool.Extent(2, 3, 2)))
+        for count, extent in ((3, tool.Extent(2, 3, 2, "abc1234")), (6, tool.Extent(2, 3, 2, "abc1234")))
     )
-    assert "all kernels of 0 of 2 pairs" in some and "**24 of 24 compile.**" in some
+    assert "all kernels of 0 of 2 pairs" in some and "**24 of 24 compile**, of commit abc1234." in some
     assert "drawn by seed 3: the first 4 of 1, the first 1 of 2 pairs." in some
     assert "all kernels of all 2 pairs of rule and plan." in all_of_them and "sample" not in all_of_them
     spilled, failed = ["a for sm_80: 8 B of stack, 0 B shared"], ["b for sm_90: ValueError: no"]
     made = tool.Kernels(turns[0], dict.fromkeys(tool.TARGETS, 1), 4, dict.fromkeys(tool.TARGETS, 0), spilled, failed)
     made.widened["sm_100"] = 1
-    text = tool.report_of_kernels([made], tool.Extent(1, 3, 1))
+    text = tool.report_of_kernels([made], tool.Extent(1, 3, 1, "abc1234"))
     rows = [line for line in text.splitlines() if line.startswith(("| sm_", "| gfx"))]
     assert rows == ["| sm_80 | 1 | 0 | 1 | 0 |", "| sm_90 | 1 | 1 | 0 | 0 |", "| sm_100 | 1 | 0 | 0 | 1 |", "| gfx942 | 1 | 0 | 0 | 0 |"]  # fmt: skip  # noqa: E501
-    assert "**4 of 5 compile.**" in text and f"- {spilled[0]}" in text and f"## What fails\n\n- {failed[0]}" in text
+    assert "**4 of 5 compile**" in text and f"- {spilled[0]}" in text and f"## What fails\n\n- {failed[0]}" in text
 
 
 def test_rules_that_multiply_matrices_have_kernels_too(tool: ModuleType) -> None:

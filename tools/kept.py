@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import sqlite3
+import subprocess
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -221,6 +222,13 @@ def _cut(path: Path, size: int) -> int:
     with path.open("rb") as before:
         before.seek(-1, os.SEEK_END)
         return int(before.read(1) != b"\n")
+
+
+def commit() -> str:
+    """The commit that is checked out, short, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty= and changes", "--abbrev=7", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def sources(folders: Iterable[str], files: Iterable[str]) -> str:

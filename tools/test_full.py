@@ -261,12 +261,13 @@ def _worst_by(outcomes: Sequence[Outcome], key: Callable[[Cell], str], order: Se
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of the product was run: all cells or pairs that there are, the seed of their order, and of how many
-    states of the sources the results are."""
+    """How much of the product was run: all cells or pairs that there are, the seed of their order, the commit that was
+    run, and of how many states of the sources the results are."""
 
     whole: int
     seed: int
     pairs: int
+    commit: str
     states: int = 1
 
 
@@ -303,6 +304,7 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
         " there the whole optimizer was run by every backend.",
         f"The C++ kernels of {sum(product.optimized(o.cell) for o in outcomes)} cells were compiled as users' are, the"
         " others without optimization.",
+        f"That was commit {extent.commit}.",
         "",
     ]
     if extent.states > 1:
@@ -354,7 +356,7 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
     else:
         lines += [f"They are all kernels of all {extent.whole} pairs of rule and plan.", ""]
     lines += [
-        f"**{done} of {done + len(failed)} compile.**",
+        f"**{done} of {done + len(failed)} compile**, of commit {extent.commit}.",
         "",
         *table(["target", "compiled", "failed", "use stack or share memory", "take more registers than planned"], rows),
         "",
@@ -458,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fails = False
     for what, doc, part in (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels)):
         if chosen.only in (None, what):
-            text, failed = part(results, chosen.seed, chosen.sample, chosen.jobs, until)
+            text, failed = part(results, chosen, until)
             if chosen.sample is None or chosen.write:
                 doc.write_text(text, encoding="utf-8")
             print(text)
@@ -466,10 +468,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(fails)
 
 
-def run_cells(results: kept.Kept, seed: int, sample: int | None, jobs: int, until: float) -> tuple[str, bool]:
+def run_cells(results: kept.Kept, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
     """The report on cells, and whether any is wrong."""
+    seed, commit = chosen.seed, kept.commit()
     every = [cell for cell in drawn(product.full_cells(), seed) if product.is_met(cell)]
-    cells = every[:sample]
+    cells = every[: chosen.sample]
     found: dict[Cell, Outcome] = {}
     states: set[str] = set()
     for cell in cells:
@@ -478,7 +481,7 @@ def run_cells(results: kept.Kept, seed: int, sample: int | None, jobs: int, unti
             states.add(row["of"])
     with interpreting(True):
         left = [Task(c, results.of_key(str(c))) for c in cells if c not in found]
-        for task, given in spread(run_task, left, jobs, "cells", until):
+        for task, given in spread(run_task, left, chosen.jobs, "cells", until):
             cell = task.cell
             if isinstance(given, str):  # which cell's fault it was is not known: the next run tries it again
                 found[cell] = Outcome(cell, failure=given)
@@ -495,7 +498,7 @@ def run_cells(results: kept.Kept, seed: int, sample: int | None, jobs: int, unti
             if key:
                 results.add(str(cell), key, row, of)
     outcomes = [found[cell] for cell in cells if cell in found]
-    extent = Extent(len(every), seed, len({(c.spec, c.plan) for c in every}), len(states))
+    extent = Extent(len(every), seed, len({(c.spec, c.plan) for c in every}), commit, len(states))
     return report_of_cells(outcomes, extent), any(o.failure for o in outcomes)
 
 
@@ -506,17 +509,18 @@ def pairs_with_kernels(seed: int) -> list[tuple[str, str]]:
     return found
 
 
-def run_kernels(results: kept.Kept, seed: int, sample: int | None, jobs: int, until: float) -> tuple[str, bool]:
+def run_kernels(results: kept.Kept, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
     """The report on kernels, and whether any does not compile."""
+    seed, commit = chosen.seed, kept.commit()
     pairs = pairs_with_kernels(seed)
-    turns = [Turn(pair, number, seed) for number in range(len(TURNS)) for pair in pairs][:sample]
+    turns = [Turn(pair, number, seed) for number in range(len(TURNS)) for pair in pairs][: chosen.sample]
     found: dict[Turn, Kernels] = {}
     for turn in turns:
         if (row := results.now(str(turn))) is not None:
             found[turn] = Kernels(turn, **row["result"])
     with interpreting(False):
         left = [t for t in turns if t not in found]
-        for turn, made in spread(compile_turn, left, jobs, "kernels", until):
+        for turn, made in spread(compile_turn, left, chosen.jobs, "kernels", until):
             found[turn] = Kernels(turn, failed=[f"{turn}: {made}"]) if isinstance(made, str) else made
             if isinstance(made, str):
                 continue
@@ -524,7 +528,8 @@ def run_kernels(results: kept.Kept, seed: int, sample: int | None, jobs: int, un
             del row["turn"]
             results.add(str(turn), "", row)
     kernels = [found[turn] for turn in turns if turn in found]
-    return report_of_kernels(kernels, Extent(len(pairs), seed, len(pairs))), any(k.failed for k in kernels)
+    extent = Extent(len(pairs), seed, len(pairs), commit)
+    return report_of_kernels(kernels, extent), any(k.failed for k in kernels)
 
 
 if __name__ == "__main__":
