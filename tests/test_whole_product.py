@@ -215,8 +215,8 @@ def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
         tool.report_of_kernels([tool.Kernels(turn, dict.fromkeys(tool.TARGETS, 2)) for turn in turns[:count]], extent)
         for count, extent in ((3, tool.Extent(2, 3, 2, "abc1234")), (6, tool.Extent(2, 3, 2, "abc1234")))
     )
-    assert "all kernels of 0 of 2 pairs" in some and "**24 of 24 compile**, of commit abc1234." in some
-    assert "drawn by seed 3: the first 4 of 1, the first 1 of 2 pairs." in some
+    assert "of the kernels of each of 2 pairs" in some and "**24 of 24 compile**, of commit abc1234." in some
+    assert "drawn\nby seed 3, the first 1 of 2, the first 4 of 1, and all of 0.\n" in some
     assert "all kernels of all 2 pairs of rule and plan." in all_of_them and "sample" not in all_of_them
     spilled, failed = ["a for sm_80: 8 B of stack, 0 B shared"], ["b for sm_90: ValueError: no"]
     made = tool.Kernels(turns[0], dict.fromkeys(tool.TARGETS, 1), 4, dict.fromkeys(tool.TARGETS, 0), spilled, failed)

@@ -346,11 +346,10 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
         "",
     ]
     if whole < extent.whole:
-        at_once = [f"the first {n} of {turns[k]}" for k, n in enumerate(TURNS[:-1])]
+        first = ", ".join(f"the first {n} of {turns[k]}" for k, n in enumerate(TURNS[:-1]))
         lines += [
-            f"**This is a sample**: all kernels of {whole} of {extent.whole} pairs of rule and plan, and of the others"
-            " those",
-            f"that come first in an order drawn by seed {extent.seed}: {', '.join(reversed(at_once))} pairs.",
+            f"**This is a sample**: of the kernels of each of {extent.whole} pairs of rule and plan, in an order drawn",
+            f"by seed {extent.seed}, {first}, and all of {whole}.",
             "",
         ]
     else:
