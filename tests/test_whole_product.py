@@ -291,7 +291,7 @@ for spec, plan in json.load(sys.stdin):
     made = tool.compile_turn(tool.Turn(pair, 0, seed), [case])
     print(json.dumps({"pair": pair, "compiled": made.compiled, "failed": made.failed, "spilled": made.spilled}))
 """
-PARTS = 8
+PARTS = 4
 SAMPLED = 3
 
 
