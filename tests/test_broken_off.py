@@ -284,10 +284,13 @@ def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
         tried.append(options.get("maxnreg"))
         return True
 
-    assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills) == {"num_warps": 1}
+    assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
     assert tried == [208, 224, 240, None]
-    assert control.without_spills({"num_warps": 1}, spills) == {"num_warps": 1}
-    assert control.without_spills({"maxnreg": 64}, lambda options: False) == {"maxnreg": 64}
+    assert control.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
+    assert control.without_spills({"maxnreg": 64}, lambda options: False, 1) == {"maxnreg": 64}
+    # 144 registers for each of 512 threads are more than a processor has: such a program cannot be launched.
+    tried.clear()
+    assert control.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 128, None]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -643,7 +643,7 @@ def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
         ))  # fmt: skip
         return made[-1].stack > 0
 
-    control.without_spills(job.options, spills)
+    control.without_spills(job.options, spills, job.num_warps)
     return made[0], made[-1]
 
 

@@ -360,7 +360,8 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
         *table(["target", "compiled", "failed", "use stack or share memory", "take more registers than planned"], rows),
         "",
         "A plan leaves a kernel as many registers as it is expected to fit in; where it spills, the first step",
-        "compiles it with more (`control.without_spills`), and so was done here.  Of shared memory the kernels of",
+        "compiles it with more (`control.without_spills`), and so was done here; those without a limit are the",
+        "compilers' own choice.  Of shared memory the kernels of",
         "tiles are asked; those that walk panels, or work between sweeps, share it by design.",
         *([""] + [f"- {s}" for s in spilled] if spilled else []),
     ]
@@ -460,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what, doc, part in (("cells", DOC, run_cells), ("kernels", KERNELS_DOC, run_kernels)):
         if chosen.only in (None, what):
             text, failed = part(results, chosen, until)
-            if chosen.sample is None or chosen.write:
+            if text and (chosen.sample is None or chosen.write):  # what never began leaves the last report
                 doc.write_text(text, encoding="utf-8")
             print(text)
             fails = fails or failed
@@ -497,6 +498,8 @@ def run_cells(results: kept.Kept, chosen: argparse.Namespace, until: float) -> t
             if key:
                 results.add(str(cell), key, row, of)
     outcomes = [found[cell] for cell in cells if cell in found]
+    if not outcomes:
+        return "", False
     extent = Extent(len(every), seed, len({(c.spec, c.plan) for c in every}), commit, len(states))
     return report_of_cells(outcomes, extent), any(o.failure for o in outcomes)
 
@@ -527,6 +530,8 @@ def run_kernels(results: kept.Kept, chosen: argparse.Namespace, until: float) ->
             del row["turn"]
             results.add(str(turn), "", row)
     kernels = [found[turn] for turn in turns if turn in found]
+    if not kernels:
+        return "", False
     extent = Extent(len(pairs), seed, len(pairs), commit)
     return report_of_kernels(kernels, extent), any(k.failed for k in kernels)
 

@@ -299,28 +299,31 @@ def load(
         getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
         return bool(getattr(made, "n_spills", 0))
 
-    fitting = without_spills(options, spills)
+    fitting = without_spills(options, spills, options.get("num_warps", 4))
     if fitting != options:
         _roomier[key] = fitting
     _loaded[key] = (outer, kernel)
 
 
-def without_spills(options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:
+def without_spills(
+    options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], bool], warps: int
+) -> dict[str, Any]:
     """`options` with the least "maxnreg", in steps of 16 registers, at which a kernel does not spill; without one where
-    it spills at all of them.
+    it spills at all that a program of so many warps can have.
 
     spills  compiles it that way, and says whether it does
     """
+    most = min(255, REGISTERS // (32 * warps))
     found = dict(options)
     while spills(found) and "maxnreg" in found:
         found["maxnreg"] += 16
-        if found["maxnreg"] > MOST_REGISTERS:
+        if found["maxnreg"] > most:
             del found["maxnreg"]
     return found
 
 
-MOST_REGISTERS = 255
-"""Of a thread, on every device of NVIDIA's."""
+REGISTERS = 65536
+"""Of a processor, on every device of NVIDIA's; a thread has 255 at most."""
 
 _loaded: dict[tuple[object, ...], Any] = {}
 """Kernels that were loaded, kept so that their addresses stay theirs."""

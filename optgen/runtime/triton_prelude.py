@@ -336,22 +336,16 @@ def rounded(pattern, noise, k: tl.constexpr):
     return out
 
 
-@constexpr_function
-def tile(elements):
-    """So many elements for each thread of a warp."""
-    return elements * (64 if machine() == "hip" else 32)
-
-
 @triton.jit
 def numbered(before, at):
     """before + at, int32; `before` is a multiple of 8, which compilers are to see: eight neighbours share a hash.
 
-    Where `at` says so, every eighth of a thread's 16 elements is seen (StableAdamW's first sweep: 46 instructions, else
-    54); of 8 elements it is seen anyway.  The more operations an index takes, the sooner Triton leaves the hash in a
+    Where `at` says so, every eighth of a thread's elements is seen (StableAdamW's first sweep: 46 instructions, else
+    54; AdamW bf16_sr: 33, else 65).  But the more operations an index takes, the sooner Triton leaves the hash in a
     layout of its own and moves it through shared memory: before 3.8 that of AdamW int8_split24 (84 instructions instead
-    of 61), later too where a hash is read twice, as f16 weights do, and takes more than 32 operations.
+    of 61), later too that of f16 weights with 8 further bits in 1-D tiles, which read it twice.
     """
-    if KEEPS_LAYOUTS and at.numel > tile(8):
+    if KEEPS_LAYOUTS:
         out = before + (at - (at & 7)) | at & 7
     else:
         out = before // 8 * 8 + at
