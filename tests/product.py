@@ -47,6 +47,7 @@ OF_MATRICES = ("muon", "normuon")
 SPECS = tuple(
     sorted(p.stem for p in (ROOT / "specs").glob("*.py") if p.stem not in ("__init__", "plans", *OF_MATRICES))
 )
+WITH_MATRICES = (*SPECS, *OF_MATRICES)
 PLANS = tuple(name for name, value in vars(__import__("specs.plans").plans).items() if isinstance(value, Plan))
 PARAMS = ("float32", "bfloat16", "float16")
 DEFAULT = "int8_split24"
@@ -103,9 +104,9 @@ def pairs(specs: Iterable[str] = SPECS) -> Iterator[tuple[str, str]]:
     return ((s, p) for s, p in itertools.product(specs, PLANS) if not refusal(s, p))
 
 
-def daily_pairs() -> list[tuple[str, str]]:
+def daily_pairs(specs: Iterable[str] = SPECS) -> list[tuple[str, str]]:
     """Every rule under the default plan, and every plan under AdamW."""
-    return [(s, p) for s, p in pairs() if p == DEFAULT or s == "adamw"]
+    return [(s, p) for s, p in pairs(specs) if p == DEFAULT or s == "adamw"]
 
 
 def cells_of(spec: str, plan: str) -> Iterator[Cell]:

@@ -51,7 +51,7 @@ SCALES = 16  # bits: a block's scale or header, the only narrow access
 
 
 OLDEST = Path(sys.prefix) / "oldest"  # the oldest Triton that is supported, by `make setup`
-WATCHED = ("bnb8", "torchao4", "lpmm4", "int5_factored_split24")
+WATCHED = ("bf16_sr", "bnb8", "torchao4", "lpmm4", "int5_factored_split24")
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +120,7 @@ def test_elements_are_not_converted_by_the_slow_unit(stats: dict[tuple[str, str]
 
 def test_sweeps_of_other_formats_do_not_spill(watched: dict[tuple[str, str], dict[str, Any]]) -> None:
     assert {kernel.split(".")[1] for kernel, _ in watched} == set(WATCHED)
-    assert len(watched) == 6  # the last two have two sweeps
+    assert len(watched) == 7  # the last two have two sweeps
     for (kernel, target), row in watched.items():
         assert row["stack"] == 0, (kernel, target)
 

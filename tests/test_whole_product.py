@@ -225,6 +225,7 @@ def test_the_report_on_kernels_says_what_was_compiled(tool: ModuleType) -> None:
     text = tool.report_of_kernels([made], tool.Extent(1, 3, 1, "abc1234"))
     rows = [line for line in text.splitlines() if line.startswith(("| sm_", "| gfx"))]
     assert rows == ["| sm_80 | 1 | 0 | 1 | 0 |", "| sm_90 | 1 | 1 | 0 | 0 |", "| sm_100 | 1 | 0 | 0 | 1 |", "| gfx942 | 1 | 0 | 0 | 0 |"]  # fmt: skip  # noqa: E501
+    assert "process died" in tool.report_of_kernels([made], tool.Extent(2, 3, 2, "abc1234"), ["x: a process died"])
     assert "**4 of 5 compile**" in text and f"- {spilled[0]}" in text and f"## What fails\n\n- {failed[0]}" in text
 
 
@@ -232,6 +233,32 @@ def test_what_never_began_leaves_the_last_report(tool: ModuleType, tmp_path: Pat
     results = tool.kept.Kept(tmp_path / "kept.jsonl", "now")
     asked = argparse.Namespace(seed=0, sample=None, jobs=1)
     assert tool.run_kernels(results, asked, -math.inf) == ("", False)
+
+
+def test_a_turn_whose_process_died_was_not_done(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [("adamw", "fp32"), ("lamb", "fp32")]
+    monkeypatch.setattr(tool, "pairs_with_kernels", lambda seed: pairs)
+    lost = tool.Turn(pairs[1], 2, 0)
+    done = {turn: tool.Kernels(turn) for pair in pairs for turn in (tool.Turn(pair, n, 0) for n in range(3))}
+    given = [(turn, "a process died" if turn == lost else made) for turn, made in done.items()]
+    monkeypatch.setattr(tool, "spread", lambda *_: given)
+    asked = argparse.Namespace(seed=0, sample=None, jobs=1)
+    text, failed = tool.run_kernels(tool.kept.Kept(tmp_path / "kept.jsonl", "now"), asked, math.inf)
+    assert failed and "and all of 1." in text and f"- {lost}: a process died" in text
+
+
+def test_a_kernel_that_uses_the_stack_makes_a_run_fail(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = tool.Turn(("adamw", "fp32"), 0, 0)
+    monkeypatch.setattr(tool, "pairs_with_kernels", lambda seed: [turn.pair])
+    asked = argparse.Namespace(seed=0, sample=1, jobs=1)
+    for spilled in ([], ["k for sm_90: 8 B of stack, 0 B shared"]):
+        monkeypatch.setattr(tool, "spread", lambda *_, s=spilled: [(turn, tool.Kernels(turn, spilled=s))])
+        results = tool.kept.Kept(tmp_path / f"{len(spilled)}.jsonl", "now")
+        assert tool.run_kernels(results, asked, math.inf)[1] == bool(spilled)
 
 
 def test_rules_that_multiply_matrices_have_kernels_too(tool: ModuleType) -> None:
@@ -310,8 +337,9 @@ def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], tmp
     """
     pytest.importorskip("triton")
     seed = os.environ["OPTGEN_SAMPLE_SEED"]
-    pairs = daily_pairs(int(seed))
-    assert len(set(pairs)) == len(pairs) > len(product.SPECS) + len(product.PLANS)
+    daily = product.daily_pairs(product.WITH_MATRICES)
+    others = [pair for pair in product.pairs(product.WITH_MATRICES) if pair not in daily]
+    pairs = daily + random.Random(int(seed)).sample(others, SAMPLED)
     env = {**compiling, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools")])}
     command = [sys.executable, "-c", SAMPLE, seed, str(tmp_path / "kernels.sqlite")]
     asked = pairs[part::PARTS]
@@ -324,10 +352,3 @@ def test_rules_and_plans_compile_for_every_target(compiling: dict[str, str], tmp
     for row in rows:
         assert not row["failed"], row
         assert min(row["compiled"].values()) >= 1, row
-
-
-def daily_pairs(seed: int) -> list[tuple[str, str]]:
-    """What is compiled every day."""
-    every = sorted(product.pairs((*product.SPECS, *product.OF_MATRICES)))
-    daily = [(s, p) for s, p in every if p == product.DEFAULT or s == "adamw"]
-    return daily + random.Random(seed).sample([pair for pair in every if pair not in daily], SAMPLED)

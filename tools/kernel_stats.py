@@ -403,8 +403,9 @@ CHOSEN: Sequence[tuple[str, str, str]] = (
     ("sgd", "int8_split24", "bfloat16"),
     ("sgd", "int8_rn_split24", "bfloat16"),
 )
-# What other formats cost, on one target: plans of peers, tables, rank-1 scales and factors.
+# What other formats cost, on one target: random bits without codes, plans of peers, tables, rank-1 scales and factors.
 WATCHED: Sequence[tuple[str, str, str]] = (
+    ("adamw", "bf16_sr", "bfloat16"),
     ("adamw", "bnb8", "bfloat16"),
     ("adamw", "torchao4", "bfloat16"),
     ("adamw", "lpmm4", "bfloat16"),

@@ -54,7 +54,7 @@ import rich.progress  # noqa: E402
 import torch  # noqa: E402
 
 from optgen.driver.targets import Case  # noqa: E402
-from optgen.runtime import native  # noqa: E402
+from optgen.runtime import control, native  # noqa: E402
 from tests import interpreter, product  # noqa: E402
 from tests.product import Cell  # noqa: E402
 
@@ -196,6 +196,7 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
     spec, plan = turn.pair
     text = emit.emit_plan(product.spec_of(spec), product.plan_of(plan), cases=cases)["triton_kernels.py"]
     prelude = kept.reach(frozenset(kept.imported_by(text)))
+    how = [inspect.getsource(x) for x in (control.without_spills, kernel_stats.compiled_to_fit)]
     done = kept.CompiledKernels(COMPILED)
     prints: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, TRITON_CACHE_DIR=folder):
@@ -210,7 +211,7 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
             for target in job.targets:
                 label = f"{job.name} for {target}"
                 key = kept.digest_of(
-                    print_, by_place, target, job.num_warps, sorted(job.options.items()), prelude, _versions()[:2]
+                    print_, by_place, target, job.num_warps, sorted(job.options.items()), prelude, how, _versions()[:2]
                 )
                 found = done.get(key)
                 if found is None:
@@ -325,9 +326,9 @@ def report_of_cells(outcomes: Sequence[Outcome], extent: Extent) -> str:
     return "\n".join(lines + _failures([f"{o.cell}: {o.failure.splitlines()[0]}" for o in bad])) + "\n"
 
 
-def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
-    """docs/test-full-kernels.md."""
-    failed = [f for k in kernels for f in k.failed]
+def report_of_kernels(kernels: Sequence[Kernels], extent: Extent, lost: Sequence[str] = ()) -> str:
+    """docs/test-full-kernels.md; `lost`: turns whose process died."""
+    failed = [*lost, *(f for k in kernels for f in k.failed)]
     spilled = [s for k in kernels for s in k.spilled]
     rows = []
     for t in TARGETS:
@@ -359,9 +360,8 @@ def report_of_kernels(kernels: Sequence[Kernels], extent: Extent) -> str:
         "",
         *table(["target", "compiled", "failed", "use stack or share memory", "take more registers than planned"], rows),
         "",
-        "A plan leaves a kernel as many registers as it is expected to fit in; where it spills, the first step",
-        "compiles it with more (`control.without_spills`), and so was done here; those without a limit are the",
-        "compilers' own choice.  Of shared memory the kernels of",
+        "Many plans leave a kernel as many registers as it is expected to fit in; where it spills, the first step",
+        "compiles it with more (`control.without_spills`), and so was done here.  Of shared memory the kernels of",
         "tiles are asked; those that walk panels, or work between sweeps, share it by design.",
         *([""] + [f"- {s}" for s in spilled] if spilled else []),
     ]
@@ -506,34 +506,36 @@ def run_cells(results: kept.Kept, chosen: argparse.Namespace, until: float) -> t
 
 def pairs_with_kernels(seed: int) -> list[tuple[str, str]]:
     """Every rule, those that take products of matrices too, under every plan that fits it, in the order of the seed."""
-    found = sorted(product.pairs((*product.SPECS, *product.OF_MATRICES)))
+    found = sorted(product.pairs(product.WITH_MATRICES))
     random.Random(seed).shuffle(found)
     return found
 
 
 def run_kernels(results: kept.Kept, chosen: argparse.Namespace, until: float) -> tuple[str, bool]:
-    """The report on kernels, and whether any does not compile."""
+    """The report on kernels, and whether any does not compile, uses the stack, or shares memory that should not."""
     seed, commit = chosen.seed, kept.commit()
     pairs = pairs_with_kernels(seed)
     turns = [Turn(pair, number, seed) for number in range(len(TURNS)) for pair in pairs][: chosen.sample]
     found: dict[Turn, Kernels] = {}
+    lost: list[str] = []
     for turn in turns:
         if (row := results.now(str(turn))) is not None:
             found[turn] = Kernels(turn, **row["result"])
     with interpreting(False):
         left = [t for t in turns if t not in found]
         for turn, made in spread(compile_turn, left, chosen.jobs, "kernels", until):
-            found[turn] = Kernels(turn, failed=[f"{turn}: {made}"]) if isinstance(made, str) else made
-            if isinstance(made, str):
+            if isinstance(made, str):  # which kernel's fault it was is not known: the next run tries the turn again
+                lost.append(f"{turn}: {made}")
                 continue
-            row = asdict(found[turn])
+            found[turn] = made
+            row = asdict(made)
             del row["turn"]
             results.add(str(turn), "", row)
     kernels = [found[turn] for turn in turns if turn in found]
-    if not kernels:
+    if not kernels and not lost:
         return "", False
-    extent = Extent(len(pairs), seed, len(pairs), commit)
-    return report_of_kernels(kernels, extent), any(k.failed for k in kernels)
+    text = report_of_kernels(kernels, Extent(len(pairs), seed, len(pairs), commit), lost)
+    return text, bool(lost) or any(k.failed or k.spilled for k in kernels)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A program walks the tiles of its work item.  A tile is `G` storage blocks of `B` elements (a flat run of
 elements where nothing is stored in blocks): 256 elements, 8 per thread of one warp, so that bf16 moves in
-128-bit and 8-bit codes in 64-bit accesses and no value crosses threads but in the block reductions.  Full
-tiles are unmasked; the tail of a tensor, and tensors whose rows end within a block, are masked.
+128-bit and 8-bit codes in 64-bit accesses and no value crosses threads but in the block reductions.  Pairs of
+full tiles are unmasked; what a tensor has behind them, and tensors whose rows end within a block, are masked.
 """
 
 from __future__ import annotations
@@ -361,7 +361,10 @@ def sweep_tile(schedule: Schedule) -> int:
 
 
 def registers(schedule: Schedule) -> int | None:
-    """Registers per thread that the kernel fits in without spilling, counted on sm_80 to sm_100; None: no limit."""
+    """Registers per thread that the kernel is expected to fit in, counted on sm_80 to sm_100; None: no limit.
+
+    Where it spills all the same, the first step compiles it with more (optgen.runtime.control.without_spills).
+    """
     buffers = schedule.program.buffers
     if len({b.owner for b in buffers if b.role == "state"}) > 2:
         return None

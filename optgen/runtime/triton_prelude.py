@@ -1,7 +1,7 @@
 """Device functions that generated kernels share: masked access, block reductions, bf16 rounding.
 
-`MASKED` is decided at compile time: full tiles are read and written without masks.  Everything here runs in Triton's
-interpreter as well: no libdevice, and what is inline assembly for a machine has a twin without.
+`MASKED` is decided at compile time: pairs of full tiles are read and written without masks.  Everything here runs
+in Triton's interpreter as well: no libdevice, and what is inline assembly for a machine has a twin without.
 """
 
 from __future__ import annotations
