@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import pytest
 from test_lang import lamb
@@ -16,6 +17,7 @@ from optgen.ir.program import Step
 from optgen.lang.spec import Spec
 from optgen.lower import lower
 from optgen.ops import dtypes
+from optgen.runtime import launch
 from specs import plans
 from specs.came import came
 from specs.sm3 import sm3
@@ -117,10 +119,27 @@ def test_explain_names_the_lines_that_need_all_elements() -> None:
     assert "1 sweep and work on what it reduces: accumulator_row (" in why_last(step(sm3))
 
 
-@pytest.mark.parametrize("block", [64, 1024, 2048])
-def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int) -> None:
-    """A panel is 16 blocks wide: where they are of 2048 elements, each of 1024 threads takes 32."""
+def kernels_of_wide_blocks(block: int) -> triton_stages.Kernels:
+    """CAME's."""
     plan = plans.int8_split24.but(signed=Blocked(8, block), nonneg=LogMinMax(8, block, of="sqrt"), name="wide")
     flags = {f.name: f.default for f in came.flags}
     whole = passes.step(lower(came, flags, plan.storage(came.present(flags), dtypes.bf16, False)), "fast")
-    assert max(triton_stages.kernels(whole, "f").warps.values()) == min(16 * block // 1024, 32)
+    return triton_stages.kernels(whole, "f")
+
+
+@pytest.mark.parametrize("block", [64, 1024, 2048])
+def test_a_panel_takes_no_more_warps_than_a_device_runs_together(block: int) -> None:
+    """A panel is 16 blocks wide: where they are of 2048 elements, each of 1024 threads takes 32."""
+    assert max(kernels_of_wide_blocks(block).warps.values()) == min(16 * block // 1024, 32)
+
+
+@pytest.mark.parametrize(("block", "registers"), [(64, 136), (1024, 128), (2048, 64)])
+def test_no_kernel_is_left_more_registers_than_its_warps_can_start_with(block: int, registers: int) -> None:
+    """A processor of NVIDIA's has 65,536: 64 for each of 1024 threads, whatever the plan and the device say."""
+    made, module = kernels_of_wide_blocks(block), ModuleType("kernels")
+    options = {name: {"maxnreg": limit} for name, limit in made.limits.items() if limit}
+    vars(module).update(OPTIONS=options, WARPS=made.warps)
+    told = {name: launch.limits(module, name, 10)["maxnreg"] for name in options}
+    assert max(told.values()) == registers
+    for name, limit in told.items():
+        assert limit * 32 * made.warps.get(name, 1) <= 65536

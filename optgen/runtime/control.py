@@ -313,7 +313,7 @@ def without_spills(
 
     spills  compiles it that way, and says whether it does
     """
-    most = min(255, REGISTERS // (32 * warps))
+    most = registers(warps)
     found = dict(options)
     while spills(found) and "maxnreg" in found:
         found["maxnreg"] += 16
@@ -322,8 +322,10 @@ def without_spills(
     return found
 
 
-REGISTERS = 65536
-"""Of a processor, on every device of NVIDIA's; a thread has 255 at most."""
+def registers(warps: int) -> int:
+    """The most registers of a thread that a program of so many warps can start with, on every device of NVIDIA's."""
+    return min(255, 65536 // (32 * warps))
+
 
 _loaded: dict[tuple[object, ...], Any] = {}
 """Kernels that were loaded, kept so that their addresses stay theirs."""

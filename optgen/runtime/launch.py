@@ -92,10 +92,11 @@ def limits(kernels: ModuleType, function: str, major: int) -> dict[str, int]:
     """What NVIDIA's compiler is told of a kernel, for devices of that major compute capability.
 
     Plans count for 8 and 9.  From 10 on a kernel may take 8 registers more: AdamW under int8_split24 spills 8 bytes
-    at 64 there.
+    at 64 there.  A program of many warps is left no more than a processor has for it: told more, it could not start.
     """
     found: dict[str, int] = getattr(kernels, "OPTIONS", {}).get(function, {})
-    return {name: value + 8 for name, value in found.items()} if major >= 10 else found
+    most = control.registers(getattr(kernels, "WARPS", {}).get(function, 1))
+    return {name: min(value + (8 if major >= 10 else 0), most) for name, value in found.items()}
 
 
 _tuning = Tuning()
