@@ -655,6 +655,28 @@ def test_noise_is_centred_on_its_cells() -> None:
         assert abs(float(mean) - 0.5) <= 2.0 ** -(width + 1)
 
 
+@pytest.mark.parametrize(("shift", "width"), [(24, 9), (7, 9), (7, 13)])
+def test_midpoints_of_noise_are_centred_and_read_its_own_bits_alone(shift: int, width: int) -> None:
+    own = torch.arange(256, dtype=torch.int64) << shift
+    around = own | ((1 << shift) - 1) | (-1 << shift + 8)
+    for word in (own, around):
+        middle = Noise(word.to(torch.int32), shift, 8).middle(width)
+        assert middle.tolist() == [(2 * k + 1) << width - 9 for k in range(256)]
+
+
+@pytest.mark.parametrize("exponent", [-35, -30, -24, -18, -17, -16, -15, -14, -13, 3])
+def test_all_noise_together_keeps_the_mean_of_an_f16_weight(exponent: int) -> None:
+    """To half of the 256th part of its last place, below the smallest normal f16 too."""
+    x = torch.logspace(exponent, exponent + 1, 101, base=2.0, dtype=torch.float64)[:-1].float()
+    master = Split(8, "stochastic")
+    word = torch.arange(256, dtype=torch.int64) << 24
+    noise = Noise(word.to(torch.int32)[:, None].expand(256, len(x)), 24, 8)
+    kept = master.decode(master.encode(x.expand(256, -1), dtypes.f16, noise=noise), dtypes.f16).double()
+    place = 2.0 ** (max(exponent, -14) - 18)
+    assert (kept.mean(0) - x.double()).abs().max() <= place / 512
+    assert ((kept - x.double()).abs() < place).all()
+
+
 def test_every_value_of_the_word_outside_its_bits_is_ignored() -> None:
     inside = Noise(torch.tensor([0b1010_1100_0000], dtype=torch.int32), 6, 6)
     around = Noise(torch.tensor([0b1010_1100_0000 | 0x3F | (-1 << 12)], dtype=torch.int32), 6, 6)

@@ -403,9 +403,11 @@ CHOSEN: Sequence[tuple[str, str, str]] = (
     ("sgd", "int8_split24", "bfloat16"),
     ("sgd", "int8_rn_split24", "bfloat16"),
 )
-# What other formats cost, on one target: random bits without codes, plans of peers, tables, rank-1 scales and factors.
+# What other formats cost, on one target: random bits without codes, f16 weights, plans of peers, tables, rank-1 scales
+# and factors.
 WATCHED: Sequence[tuple[str, str, str]] = (
     ("adamw", "bf16_sr", "bfloat16"),
+    ("adamw", "int8_split24", "float16"),
     ("adamw", "bnb8", "bfloat16"),
     ("adamw", "torchao4", "bfloat16"),
     ("adamw", "lpmm4", "bfloat16"),
@@ -500,7 +502,8 @@ def of_one_sweep(spec_name: str, plan_name: str, param: str) -> Iterable[Job]:
         tiles={"kernel": backend.tile_elements(schedule)},
         registers={"kernel": backend.registers(schedule)},
     )
-    yield from jobs_of(f"{spec_name}.{plan_name}", _module(f"{spec_name}_{plan_name}", text), "kernel", param)
+    name = f"{spec_name}.{plan_name}" + (f".{param}" if param == "float16" else "")
+    yield from jobs_of(name, _module(f"{spec_name}_{plan_name}", text), "kernel", param)
 
 
 # Steps of several sweeps, whose tests ask for no spills.

@@ -76,6 +76,13 @@ class Noise:
             return self.integer()
         return (self.integer() << (width - self.bits)) | (1 << (width - self.bits - 1))
 
+    def middle(self, width: int) -> Num:
+        """i32, the midpoints of 2^bits cells of 0 .. 2^width, `width` > `bits`: mean exactly 2^(width - 1)."""
+        below = width - self.bits
+        if self.shift + self.bits == 32 and below == 1:
+            return lshr(self.word, self.shift - 1) | 1  # one operation less
+        return (self.integer() << below) | (1 << (below - 1))
+
     def unit(self) -> Num:
         """f32, uniform on the midpoints of 2^bits cells of (0, 1): mean exactly 1/2."""
         return (cast(self.integer(), dtypes.f32) + 0.5) * 2.0**-self.bits

@@ -9,7 +9,7 @@ whatever falls out, because the cast to i16 drops it.  NaN is selected explicitl
 from __future__ import annotations
 
 from optgen.formats.format import Noise
-from optgen.lang.values import Num, bitcast, bits, cast, equal, floor, from_bits, minimum, where
+from optgen.lang.values import Num, bitcast, bits, cast, equal, floor, from_bits, lshr, minimum, where
 from optgen.ops.dtypes import DType, bf16, f16, f32, i16, i32
 
 NAN = 0x7FC00000  # f32
@@ -47,10 +47,10 @@ def round_bf16(x: Num, noise: Noise | None = None) -> Num:
     return where(equal(x, x), x_bits + carry, NAN) >> 16
 
 
-def _whole(x: Num, chance: Num) -> Num:
-    """i32 of x >= 0 rounded up with the given chance, x < 2^31; whole numbers stay for a chance < 1."""
+def _half_up(x: Num) -> Num:
+    """i32 of x >= 0, x < 2^31, rounded half up."""
     whole = floor(x)
-    return cast(whole, i32) + cast(floor((x - whole) + chance), i32)
+    return cast(whole, i32) + cast(floor((x - whole) + 0.5), i32)
 
 
 def wide_f16(x: Num, low: int, noise: Noise | None = None) -> Num:
@@ -61,16 +61,16 @@ def wide_f16(x: Num, low: int, noise: Noise | None = None) -> Num:
     """
     magnitude = bits(x) & 0x7FFFFFFF
     drop = 13 - low  # mantissa bits of f32 that do not fit
-    rebiased = magnitude - F16_EXPONENT_SHIFT
-    if drop > 0:
-        some = min(drop, noise.bits) if noise else 0
-        carry = (noise.integer() >> (noise.bits - some)) << (drop - some) if noise else 1 << (drop - 1)
-        normal = minimum(rebiased + carry, F16_INF) >> drop
-    else:
-        normal = minimum(rebiased, F16_INF) << -drop
-    steps = from_bits(magnitude) * 2.0 ** (24 + low)
-    subnormal = _whole(steps, noise.unit() if noise else 0.5)
-    return where(from_bits(magnitude) < F16_TINY, subnormal, normal)
+    rebiased = minimum(magnitude - F16_EXPONENT_SHIFT, F16_INF)
+    is_subnormal = from_bits(magnitude) < F16_TINY
+    if drop < 0:
+        return where(is_subnormal, _half_up(from_bits(magnitude) * 2.0 ** (24 + low)), rebiased << -drop)
+    # Both with `places` further bits, so that what decides how they are rounded is added, and the noise made, once.
+    places = max(drop, noise.bits + 1) if noise else drop
+    more = noise.middle(places) if noise else 1 << (places - 1)
+    subnormal = cast(from_bits(magnitude) * 2.0 ** (24 + low + places), i32)
+    fixed = where(is_subnormal, subnormal, rebiased << (places - drop))
+    return lshr(fixed + more, places)
 
 
 def narrow_f16(wide: Num, low: int) -> Num:

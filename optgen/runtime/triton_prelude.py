@@ -343,7 +343,7 @@ def numbered(before, at):
     Where `at` says so, every eighth of a thread's elements is seen (StableAdamW's first sweep: 46 instructions, else
     54; AdamW bf16_sr: 33, else 65).  But the more operations an index takes, the sooner Triton leaves the hash in a
     layout of its own and moves it through shared memory: before 3.8 that of AdamW int8_split24 (84 instructions instead
-    of 61), later too that of f16 weights with 8 further bits in 1-D tiles, which read it twice.
+    of 61), later too where two values read it and not one.
     """
     if KEEPS_LAYOUTS:
         out = before + (at - (at & 7)) | at & 7

@@ -707,16 +707,14 @@ struct adadelta_float16 {
                 const I p_sign = p_bitcast >> 16 & 0x8000;
                 const I p_magnitude = p_bitcast & 0x7fffffff;
                 const F p_magnitude_bitcast = as_float(p_magnitude);
-                const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+                const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+                const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+                const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+                const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
                 const I word_and = lane(i);
                 // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
                 const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-                const I noise_and = noise & 255;
-                const F p_whole = floor(p_steps);
-                const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_and | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-                const I p_rebiased = p_magnitude - 0x38000000;
-                const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_and >> 3)) >> 5;
-                const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+                const I p_wide_2 = lshr(p_fixed + ((noise & 255) << 1 | 1), 9);
                 const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
                 const I p_kept_ = p_word;
                 const I square_avg_pattern = bits(sqrt(square_avg_2));
@@ -879,16 +877,14 @@ struct adadelta_float16_small {
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
-            const F p_steps = 4294967296.0f * p_magnitude_bitcast;
+            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+            const I p_subnormal_2 = to_int(2199023255552.0f * p_magnitude_bitcast);
+            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+            const I p_fixed = where(p_is_subnormal, p_subnormal_2, p_rebiased << 4);
             const I word_and = lane(i);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_2 ^ rotl(word, (word_and * (word_and + 1) >> 1) + 1);
-            const I noise_lshr = lshr(noise, 24);
-            const F p_whole = floor(p_steps);
-            const I p_subnormal_2 = to_int(p_steps) + to_int(floor(fma(0.00390625f, as_float(noise_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude - 0x38000000;
-            const I p_normal_2 = min(I(0xf800000), p_rebiased + (noise_lshr >> 3)) >> 5;
-            const I p_wide_2 = where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal_2, p_normal_2);
+            const I p_wide_2 = lshr(p_fixed + (lshr(noise, 23) | 1), 9);
             const I p_word = where(p_2 == p_2, p_wide_2, I(0x7e0000)) + 128;
             const I p_kept_ = p_word;
             store(p_at + i, p_sign | p_word >> 8);

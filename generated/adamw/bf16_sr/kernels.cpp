@@ -242,21 +242,19 @@ struct adamw_float16 {
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
-            const F p_steps = 16777216.0f * p_magnitude_bitcast;
+            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+            const I p_subnormal = to_int(274877906944.0f * p_magnitude_bitcast);
+            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+            const I p_fixed = where(p_is_subnormal, p_subnormal, p_rebiased << 1);
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I noise_2_lshr = lshr(noise_2, 19);
-            const F p_whole = floor(p_steps);
-            const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(noise_2_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude - 0x38000000;
-            const I p_normal = min(I(0xf800000), p_rebiased + noise_2_lshr) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_4 ^ rotl(word_3, word_add);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
-            store(p_at + i, where(p_3 == p_3, p_sign | where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
+            store(p_at + i, where(p_3 == p_3, p_sign | lshr(p_fixed + (lshr(noise_2, 18) | 1), 14), I(32256)));
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
         }
@@ -507,23 +505,21 @@ struct adamw_float16_amsgrad {
             const I p_sign = p_bitcast >> 16 & 0x8000;
             const I p_magnitude = p_bitcast & 0x7fffffff;
             const F p_magnitude_bitcast = as_float(p_magnitude);
-            const F p_steps = 16777216.0f * p_magnitude_bitcast;
+            const M p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05f;
+            const I p_subnormal = to_int(274877906944.0f * p_magnitude_bitcast);
+            const I p_rebiased = min(I(0xf800000), p_magnitude - 0x38000000);
+            const I p_fixed = where(p_is_subnormal, p_subnormal, p_rebiased << 1);
             const I word_and = lane(i);
             const I word_add = (word_and * (word_and + 1) >> 1) + 1;
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise_2 = word_2 ^ rotl(word, word_add);
-            const I noise_2_lshr = lshr(noise_2, 19);
-            const F p_whole = floor(p_steps);
-            const I p_subnormal = to_int(p_steps) + to_int(floor(fma(0.0001220703125f, as_float(noise_2_lshr | 0x4b000000) - 8388608.0f + 0.5f, p_steps - p_whole)));
-            const I p_rebiased = p_magnitude - 0x38000000;
-            const I p_normal = min(I(0xf800000), p_rebiased + noise_2_lshr) >> 13;
             const I exp_avg_x_bits = bits(exp_avg_2);
             // 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
             const I noise = word_4 ^ rotl(word_3, word_add);
             const I exp_avg_sq_x_bits = bits(exp_avg_sq_2);
             const I max_exp_avg_sq_x_bits = bits(max_exp_avg_sq_2);
             const I max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767;
-            store(p_at + i, where(p_3 == p_3, p_sign | where(p_magnitude_bitcast < 6.103515625e-05f, p_subnormal, p_normal), I(32256)));
+            store(p_at + i, where(p_3 == p_3, p_sign | lshr(p_fixed + (lshr(noise_2, 18) | 1), 14), I(32256)));
             store_half<2>(exp_avg_at + i, bits_or_nan(as_float(exp_avg_x_bits)) + lshr(noise, 16));
             store_half<2>(exp_avg_sq_at + i, bits_or_nan(as_float(exp_avg_sq_x_bits)) + (noise & 0xffff));
             store_half<2>(max_exp_avg_sq_at + i, where(max_exp_avg_sq_2 == max_exp_avg_sq_2, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, I(0x7fc00000)));

@@ -156,8 +156,10 @@ def adamw_float16(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 16777216.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 274877906944.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 1)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -168,10 +170,6 @@ def adamw_float16(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    noise_2_lshr = noise_2 >> 19 & 0x1fff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + noise_2_lshr).clamp(max=0xf800000) >> 13
     exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -181,7 +179,7 @@ def adamw_float16(
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000100 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
-    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
+    b.store(p_tensor, torch.where(p == p, p_sign | p_fixed + (noise_2 >> 18 & 0x3fff | 1) >> 14 & 0x3ffff, 32256).to(torch.int16).view(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
 
@@ -343,8 +341,10 @@ def adamw_float16_amsgrad(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 16777216.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 274877906944.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 1)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -355,10 +355,6 @@ def adamw_float16_amsgrad(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    noise_2_lshr = noise_2 >> 19 & 0x1fff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_lshr.to(torch.float32) + 0.5) * 0.0001220703125).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + noise_2_lshr).clamp(max=0xf800000) >> 13
     exp_avg_x_bits = exp_avg.view(torch.int32)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -370,7 +366,7 @@ def adamw_float16_amsgrad(
     exp_avg_sq_x_bits = exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_x_bits = max_exp_avg_sq.view(torch.int32)
     max_exp_avg_sq_carry = (max_exp_avg_sq_x_bits >> 16 & 1) + 32767
-    b.store(p_tensor, torch.where(p == p, p_sign | torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(torch.int16).view(torch.float16))
+    b.store(p_tensor, torch.where(p == p, p_sign | p_fixed + (noise_2 >> 18 & 0x3fff | 1) >> 14 & 0x3ffff, 32256).to(torch.int16).view(torch.float16))
     b.store(exp_avg_tensor, (torch.where(exp_avg == exp_avg, exp_avg_x_bits + (noise >> 16 & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(exp_avg_sq_tensor, (torch.where(exp_avg_sq == exp_avg_sq, exp_avg_sq_x_bits + (noise & 0xffff), 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))
     b.store(max_exp_avg_sq_tensor, (torch.where(max_exp_avg_sq == max_exp_avg_sq, max_exp_avg_sq_x_bits + max_exp_avg_sq_carry, 0x7fc00000) >> 16).to(torch.int16).view(torch.bfloat16))

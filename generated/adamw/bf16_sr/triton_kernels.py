@@ -269,7 +269,10 @@ def adamw_float16_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 16777216.0 * p_magnitude_bitcast
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (274877906944.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 1)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -280,12 +283,7 @@ def adamw_float16_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    noise_2_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (noise_2_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = tl.minimum(p_rebiased + noise_2_lshr, 0xf800000) >> 13
-    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    put(p_ptr, at, tl.where(p == p, p_sign | ((p_fixed + ((noise_2.to(tl.uint32, bitcast=True) >> 18).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 14).to(tl.int32, bitcast=True), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -633,7 +631,10 @@ def adamw_float16_amsgrad_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 16777216.0 * p_magnitude_bitcast
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (274877906944.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 1)
     word_xor = (index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
@@ -644,12 +645,7 @@ def adamw_float16_amsgrad_tile(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), word_add)
-    noise_2_lshr = (noise_2.to(tl.uint32, bitcast=True) >> 19).to(tl.int32, bitcast=True)
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.0001220703125, (noise_2_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = tl.minimum(p_rebiased + noise_2_lshr, 0xf800000) >> 13
-    put(p_ptr, at, tl.where(p == p, p_sign | tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
+    put(p_ptr, at, tl.where(p == p, p_sign | ((p_fixed + ((noise_2.to(tl.uint32, bitcast=True) >> 18).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 14).to(tl.int32, bitcast=True), 32256).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     exp_avg_x_bits = exp_avg.to(tl.int32, bitcast=True)
     word_mul = word_xor * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261

@@ -302,12 +302,11 @@ def adamw_float16(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -373,12 +372,11 @@ def adamw_float16_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -747,12 +745,11 @@ def adamw_float16_amsgrad(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -830,12 +827,11 @@ def adamw_float16_amsgrad_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1096,12 +1092,11 @@ def adamw_float16_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1161,12 +1156,11 @@ def adamw_float16_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1502,12 +1496,11 @@ def adamw_float16_amsgrad_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1580,12 +1573,11 @@ def adamw_float16_amsgrad_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)

@@ -505,11 +505,11 @@ def adamw_float16_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (137438953472.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = ((p_fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -647,11 +647,11 @@ def adamw_float16_small_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (137438953472.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = ((p_fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1276,11 +1276,11 @@ def adamw_float16_amsgrad_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (137438953472.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = ((p_fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -1437,11 +1437,11 @@ def adamw_float16_amsgrad_small_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(p_steps - p_whole + 0.5).to(tl.int32)
-    p_normal = tl.minimum(p_magnitude - 0x37fffff0, 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (137438953472.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = ((p_fixed + 16).to(tl.uint32, bitcast=True) >> 5).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)

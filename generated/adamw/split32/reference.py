@@ -160,12 +160,11 @@ def adamw_float16(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = p_rebiased.clamp(max=0xf800000) << 3
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_magnitude_mul = p_magnitude_bitcast * 1099511627776.0
+    p_whole = p_magnitude_mul.floor()
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_wide = torch.where(p_is_subnormal, p_whole.to(torch.int32) + (p_magnitude_mul - p_whole + 0.5).floor().to(torch.int32), p_rebiased << 3)
     p_word = torch.where(p == p, p_wide, 0x7e000000) + 0x8000
     p_low = p_word & 0xffff
     p_kept = (p_low - 0x8000).to(torch.int16)
@@ -346,12 +345,11 @@ def adamw_float16_amsgrad(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = p_rebiased.clamp(max=0xf800000) << 3
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_magnitude_mul = p_magnitude_bitcast * 1099511627776.0
+    p_whole = p_magnitude_mul.floor()
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_wide = torch.where(p_is_subnormal, p_whole.to(torch.int32) + (p_magnitude_mul - p_whole + 0.5).floor().to(torch.int32), p_rebiased << 3)
     p_word = torch.where(p == p, p_wide, 0x7e000000) + 0x8000
     p_low = p_word & 0xffff
     p_kept = (p_low - 0x8000).to(torch.int16)
@@ -479,12 +477,11 @@ def adamw_float16_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = p_rebiased.clamp(max=0xf800000) << 3
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_magnitude_mul = p_magnitude_bitcast * 1099511627776.0
+    p_whole = p_magnitude_mul.floor()
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_wide = torch.where(p_is_subnormal, p_whole.to(torch.int32) + (p_magnitude_mul - p_whole + 0.5).floor().to(torch.int32), p_rebiased << 3)
     p_word = torch.where(in_p == in_p, p_wide, 0x7e000000) + 0x8000
     p_low = p_word & 0xffff
     p_kept = (p_low - 0x8000).to(torch.int16)
@@ -627,12 +624,11 @@ def adamw_float16_amsgrad_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 1099511627776.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = p_rebiased.clamp(max=0xf800000) << 3
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_magnitude_mul = p_magnitude_bitcast * 1099511627776.0
+    p_whole = p_magnitude_mul.floor()
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_wide = torch.where(p_is_subnormal, p_whole.to(torch.int32) + (p_magnitude_mul - p_whole + 0.5).floor().to(torch.int32), p_rebiased << 3)
     p_word = torch.where(in_p == in_p, p_wide, 0x7e000000) + 0x8000
     p_low = p_word & 0xffff
     p_kept = (p_low - 0x8000).to(torch.int16)

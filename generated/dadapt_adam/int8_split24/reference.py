@@ -652,8 +652,10 @@ def dadapt_adam_float16(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -664,11 +666,7 @@ def dadapt_adam_float16(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    noise_2_and = noise_2 & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_2_and >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + ((noise_2 & 255) << 1 | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -815,8 +813,10 @@ def dadapt_adam_float16_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -825,11 +825,7 @@ def dadapt_adam_float16_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1494,8 +1490,10 @@ def dadapt_adam_float16_use_bias_correction(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_xor = b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256
     word_mul = (word_xor ^ 0x3c6ef372) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
@@ -1506,11 +1504,7 @@ def dadapt_adam_float16_use_bias_correction(
     word_add = (word_and * (word_and + 1) >> 1) + 1
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise_2 = word_xor_2 ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, word_add)
-    noise_2_and = noise_2 & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_2_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_2_and >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + ((noise_2 & 255) << 1 | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1657,8 +1651,10 @@ def dadapt_adam_float16_use_bias_correction_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1667,11 +1663,7 @@ def dadapt_adam_float16_use_bias_correction_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -2036,12 +2028,11 @@ def dadapt_adam_float16_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -2120,12 +2111,11 @@ def dadapt_adam_float16_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)

@@ -559,7 +559,10 @@ def schedule_free_adamw_float16_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -568,12 +571,7 @@ def schedule_free_adamw_float16_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000001 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    noise_and = noise & 255
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_and | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = tl.minimum(p_rebiased + (noise_and >> 3), 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = ((p_fixed + ((noise & 255) << 1 | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)
@@ -722,7 +720,10 @@ def schedule_free_adamw_float16_small_tile(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.to(tl.float32, bitcast=True)
-    p_steps = 4294967296.0 * p_magnitude_bitcast
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (2199023255552.0 * p_magnitude_bitcast).to(tl.int32)
+    p_rebiased = tl.minimum(p_magnitude - 0x38000000, 0xf800000)
+    p_fixed = tl.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = ((index.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True) ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)) * -2073254261
     word_xor = word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)
@@ -731,12 +732,7 @@ def schedule_free_adamw_float16_small_tile(
     word_and = index & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (step_key & 255) * 0x1000000 ^ rotl(word_mul ^ (word_mul.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True), (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = (noise.to(tl.uint32, bitcast=True) >> 24).to(tl.int32, bitcast=True)
-    p_whole = tl.floor(p_steps)
-    p_subnormal = p_steps.to(tl.int32) + tl.floor(tl.fma(0.00390625, (noise_lshr | 0x4b000000).to(tl.float32, bitcast=True) - 8388608.0 + 0.5, p_steps - p_whole)).to(tl.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = tl.minimum(p_rebiased + (noise_lshr >> 3), 0xf800000) >> 5
-    p_wide = tl.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = ((p_fixed + ((noise.to(tl.uint32, bitcast=True) >> 23).to(tl.int32, bitcast=True) | 1)).to(tl.uint32, bitcast=True) >> 9).to(tl.int32, bitcast=True)
     p_word = tl.where(p == p, p_wide, 0x7e0000) + 128
     put(p_ptr, at, (p_sign | p_word >> 8).to(tl.int16).to(tl.float16, bitcast=True), live, MASKED)
     p_kept = p_word.to(tl.uint8)

@@ -146,8 +146,10 @@ def sm3_float16(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -156,11 +158,7 @@ def sm3_float16(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -400,8 +398,10 @@ def sm3_float16_no_factored(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -410,11 +410,7 @@ def sm3_float16_no_factored(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + ((noise & 255) << 1 | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -472,8 +468,10 @@ def sm3_float16_no_factored_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -482,11 +480,7 @@ def sm3_float16_no_factored_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -798,8 +792,10 @@ def sm3_float16_has_momentum(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -808,11 +804,7 @@ def sm3_float16_has_momentum(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + ((noise & 255) << 1 | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -885,8 +877,10 @@ def sm3_float16_has_momentum_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -895,11 +889,7 @@ def sm3_float16_has_momentum_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1218,8 +1208,10 @@ def sm3_float16_has_momentum_no_factored(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1228,11 +1220,7 @@ def sm3_float16_has_momentum_no_factored(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1001001 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_and = noise & 255
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_and.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_and >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + ((noise & 255) << 1 | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1305,8 +1293,10 @@ def sm3_float16_has_momentum_no_factored_small(
     p_sign = p_bitcast >> 16 & 0x8000
     p_magnitude = p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 2199023255552.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased << 4)
     word_mul = (b.index() >> 3 & 0x1fffffff ^ stream_key ^ step_key & -256) * 0x7feb352d
     word_mul = (word_mul ^ word_mul >> 16 & 0xffff) * -2073254261
     word_xor = word_mul ^ word_mul >> 15 & 0x1ffff
@@ -1315,11 +1305,7 @@ def sm3_float16_has_momentum_no_factored_small(
     word_and = b.index() & 7
     # 32 random bits: hash(element, tensor, window of steps), evenly spread over a window
     noise = word_xor ^ (((step_key & 255) * 0x1000000 + 2**31 & 2**32 - 1) - 2**31) ^ rotl(word_mul ^ word_mul >> 16 & 0xffff, (word_and * (word_and + 1) >> 1) + 1)
-    noise_lshr = noise >> 24 & 0xff
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + (noise_lshr.to(torch.float32) + 0.5) * 0.00390625).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + (noise_lshr >> 3)).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_wide = p_fixed + (noise >> 23 & 0x1ff | 1) >> 9 & 0x7fffff
     p_word = torch.where(p == p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1399,12 +1385,11 @@ def sm3_float16_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1604,12 +1589,11 @@ def sm3_float16_no_factored_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1664,12 +1648,11 @@ def sm3_float16_no_factored_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1859,12 +1842,11 @@ def sm3_float16_has_momentum_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -1913,12 +1895,11 @@ def sm3_float16_has_momentum_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -2192,12 +2173,11 @@ def sm3_float16_has_momentum_no_factored_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
@@ -2266,12 +2246,11 @@ def sm3_float16_has_momentum_no_factored_small_encode(values):
     p_sign = in_p_bitcast >> 16 & 0x8000
     p_magnitude = in_p_bitcast & 0x7fffffff
     p_magnitude_bitcast = p_magnitude.view(torch.float32)
-    p_steps = p_magnitude_bitcast * 4294967296.0
-    p_whole = p_steps.floor()
-    p_subnormal = p_whole.to(torch.int32) + (p_steps - p_whole + 0.5).floor().to(torch.int32)
-    p_rebiased = p_magnitude - 0x38000000
-    p_normal = (p_rebiased + 16).clamp(max=0xf800000) >> 5
-    p_wide = torch.where(p_magnitude_bitcast < 6.103515625e-05, p_subnormal, p_normal)
+    p_is_subnormal = p_magnitude_bitcast < 6.103515625e-05
+    p_subnormal = (p_magnitude_bitcast * 137438953472.0).to(torch.int32)
+    p_rebiased = (p_magnitude - 0x38000000).clamp(max=0xf800000)
+    p_fixed = torch.where(p_is_subnormal, p_subnormal, p_rebiased)
+    p_wide = p_fixed + 16 >> 5 & 0x7ffffff
     p_word = torch.where(in_p == in_p, p_wide, 0x7e0000) + 128
     p_low = p_word & 255
     p_kept = p_low.to(torch.uint8)
