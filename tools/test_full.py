@@ -176,7 +176,6 @@ class Kernels:
 
     turn: Turn
     compiled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
-    new: int = 0  # of them, compiled in this turn: the others have the meaning of one that was compiled before
     widened: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TARGETS, 0))
     spilled: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -222,7 +221,6 @@ def compile_turn(turn: Turn, cases: Iterable[Case] | None = None) -> Kernels:
                         continue
                     found = planned.stack, made.stack, made.shared
                     done.put(key, *found)
-                    out.new += 1
                 planned_stack, stack, shared = found
                 out.compiled[target] += 1
                 out.widened[target] += planned_stack > stack
