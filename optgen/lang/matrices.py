@@ -31,6 +31,9 @@ def newton_schulz(x: Num, steps: int = 5, coefficients: tuple[Num, Num, Num] = J
         if x.record is not None:
             x.record(node)
         return Value(node, x.record)
+    own = getattr(type(x), "reader", None)
+    if own is not None:
+        return own.call(x)
     if type(x).__module__.startswith("torch"):
         return _on_tensors(x, int(steps), coefficients, eps)
     import sympy
