@@ -122,7 +122,7 @@ TABLE: dict[str, Row] = {
     ),
     "E141": Row(
         "this host scalar is {value} at step {step}",
-        "host scalars are computed in Python, where both sides of where() are computed and such a value raises",
+        "host scalars are computed in fp64 once per step, both sides of where() too",
         "limit the operand: maximum(x, smallest)",
     ),
     "E142": Row(
@@ -151,6 +151,12 @@ TABLE: dict[str, Row] = {
         "`{name}` is returned as {got}: states and weights are real numbers",
         "",
         "turn a condition into a number: where(c, 1.0, 0.0)",
+    ),
+    "E205": Row(
+        "{function} does not take host scalars",
+        "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
+        "of those there are operators, comparisons, abs, sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, "
+        "rint, maximum, minimum, clip, equal and where",
     ),
     # E3xx: formats and plans
     "E301": Row(

@@ -27,7 +27,7 @@ from optgen.ir.node import Node
 from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS, REDUCTIONS
+from optgen.ops.prims import GATHERS, ON_HOST, REDUCTIONS
 from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
@@ -297,6 +297,10 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
     if name in _HOST_ONLY and any(n.space != spaces.host for n in nodes):
         space = next(n.space for n in nodes if n.space != spaces.host)
         raise UserError("E202", loc=author_loc(), function=_HOST_ONLY[name], got=space)
+    # Keys of random bits are i32; constants alone are computed by whoever takes them.
+    scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
+    if name not in ON_HOST and scalars and any(n.op != "const" for n in nodes):
+        raise UserError("E205", loc=author_loc(), function=shown)
 
 
 def _op(name: str, *args: Num, attr: Any = None) -> Value:
@@ -326,10 +330,28 @@ class TraceReader:
         return lambda *args, attr=None: _op(name, *args, attr=attr)
 
 
+def _overflowing(f: Callable[..., float]) -> Callable[..., float]:
+    """f with an infinity where it overflows, as host scalars have it: a negative one for an odd power of x < 0."""
+
+    def safe(x: float, *rest: float) -> float:
+        try:
+            return f(x, *rest)
+        except OverflowError:
+            return -math.inf if rest and x < 0 and rest[0] % 2 == 1 else math.inf
+
+    return safe
+
+
+def _power(a: float, b: float) -> float:
+    out: Any = float(a) ** b
+    return math.nan if isinstance(out, complex) else float(out)
+
+
 class MathReader:
     """Computes with Python numbers."""
 
-    sqrt, exp, log, floor = (staticmethod(f) for f in (math.sqrt, math.exp, math.log, math.floor))
+    sqrt, log, floor = (staticmethod(f) for f in (math.sqrt, math.log, math.floor))
+    exp, exp2, pow, power = (staticmethod(_overflowing(f)) for f in (math.exp, math.exp2, _power, _power))
     max, min, abs = staticmethod(max), staticmethod(min), staticmethod(abs)
 
     @staticmethod
@@ -343,10 +365,6 @@ class MathReader:
     @staticmethod
     def cbrt(x: float) -> float:
         return math.cbrt(x)
-
-    @staticmethod
-    def exp2(x: float) -> float:
-        return math.exp2(x)
 
     @staticmethod
     def log2(x: float) -> float:
@@ -367,15 +385,6 @@ class MathReader:
     @staticmethod
     def eq(a: float, b: float) -> bool:
         return a == b
-
-    @staticmethod
-    def pow(a: float, b: float) -> float:
-        return float(a**b)
-
-    @staticmethod
-    def power(a: float, b: float) -> float:
-        out = a**b
-        return math.nan if isinstance(out, complex) else float(out)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.
