@@ -287,6 +287,14 @@ def _never_negative(h: HyperDecl) -> bool:
 
 
 def _check_defaults(spec: Spec) -> None:
+    for f in spec.flags:
+        if f.every is not None:
+            h = spec.hyper(f.every)
+            (steps,) = h.values
+            if steps < 1 or not steps.is_integer():
+                what = f"`{h.name}` counts the steps of flag `{f.name}`: a whole number from 1 on, got {steps:g}"
+                places = [loc for loc in (h.loc, f.loc) if loc]
+                raise UserError("E113", loc=places, what=what, hint=f"{h.name}=hyper({max(1, round(steps))}, ge=1)")
     for h in spec.hypers:
         for part, value in zip(h.parts, h.values, strict=True):
             if not h.allows(value):
