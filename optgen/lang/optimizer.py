@@ -135,10 +135,13 @@ def _spec(
 
 
 def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
-    """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have."""
+    """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
+    and what reading it on values raises, as of a rule."""
+    from optgen.lang.tracing import check_weights
+
     source = Source(function)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
-    hypers = {d.name for d in declared if isinstance(d, HyperDecl)}
+    hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}
     parameters = list(inspect.signature(function).parameters.values())
     first, rest = parameters[0] if parameters else None, parameters[1:]
     given = [x.name for x in rest if x.kind is not x.KEYWORD_ONLY]
@@ -148,12 +151,13 @@ def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -
         why = f"its first parameter is p, got {first.name if first else 'none'}"
     elif not set(given) <= states:
         why = f"before the `*` it takes element-wise states, got {', '.join(sorted(set(given) - states))}"
-    elif not set(options) <= hypers:
-        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - hypers))}"
+    elif not set(options) <= set(hypers):
+        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - set(hypers)))}"
     elif source.free_names():
         why = f"it reads {', '.join(source.free_names())}, which generated code does not have"
     if why:
         raise UserError("E127", loc=source.head, name=source.name, why=why)
+    check_weights(function, source, given, [hypers[name] for name in options])
     return Evaluation(tuple(given), tuple(options), source.text(), function)
 
 
