@@ -88,6 +88,9 @@ def optimizer(
     return make
 
 
+_NO_TENSORS = "no tensor but the gradient comes from outside; what steps keep is a state: average=state()"
+
+
 def _spec(
     function: Callable[..., Any],
     cite: str,
@@ -103,9 +106,13 @@ def _spec(
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     leaves = [p.name for p in positional if p.default is p.empty]
     if leaves not in (["p", "g"], ["p", "g", "t"]):
-        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none")
+        more = {"hint": _NO_TENSORS} if leaves[:2] == ["p", "g"] else {}
+        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none", **more)
     declared: list[Declaration] = []
     for p in parameters:
+        if p.name == "t" and "t" not in leaves:
+            hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
+            raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
         if p.name not in LEAVES:
             declared.append(_declared(p, source))
     spec = Spec(

@@ -16,7 +16,7 @@ from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
 from optgen.lang.declare import HyperDecl
-from optgen.lang.refusals import called, instead_of, of_module
+from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, of_module
 from optgen.lang.source import Source, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import Absent, Value, author_loc
@@ -169,10 +169,6 @@ def check_weights(
         raise UserError("E127", loc=source.head, name=source.name, why=why)
 
 
-_MODULES = ("torch.", "np.", "numpy.", "math.")
-_NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
-
-
 def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserError:
     """What Python raised while a function of the author's was read.
 
@@ -200,12 +196,16 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
             return near
         return f"what the caller chooses is declared after the `*` of the signature: {error.name}=hyper(...)"
     name, written = called(place)
+    if isinstance(error, IndexError):
+        name = indexed(place)
+        parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
+        return f"`{name}` has {parts} parts, as many as its default: {name}[0] to {name}[{parts - 1}]" if parts else ""
     if ours := instead_of(name):
         return ours
     if isinstance(error, AttributeError) and isinstance(error.obj, Value):
         return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
-    if written.startswith(_MODULES):
-        return _NO_TENSORS
+    if written.startswith(MODULES):
+        return NO_TENSORS
     return ""
 
 
@@ -216,8 +216,8 @@ def _function_meant(missing: str, name: str, written: str) -> str:
     if written == missing:
         near = did_you_mean(missing, sys.modules["optgen.lang"].__dict__["__all__"])
         return near if near.startswith("did you mean") else "define it above, or import it"
-    of_it = written.startswith(_MODULES) and written.startswith(f"{missing}.")
-    return _NO_TENSORS if of_it else f"import {missing}"
+    of_it = written.startswith(MODULES) and written.startswith(f"{missing}.")
+    return NO_TENSORS if of_it else f"import {missing}"
 
 
 def _raised_at(error: BaseException, default: Loc) -> Loc:

@@ -14,6 +14,7 @@ A reading is an object with one method per primitive; `reader_of` picks it from 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -149,7 +150,7 @@ class Value:
         raise refusals.compared(author_loc(), "!=", self._asked if _is_zero(o) else "")
 
     def __bool__(self) -> bool:
-        raise refusals.truth(author_loc(), self._asked)
+        raise refusals.truth(author_loc(), self._asked, self.node.dtype is dtypes.boolean)
 
     @property
     def _asked(self) -> str:
@@ -180,6 +181,27 @@ class Value:
     def __round__(self, digits: int | None = None) -> Value:
         raise UserError("E102", loc=author_loc(), what="round()", hint="use rint(x) from optgen.lang")
 
+    def __matmul__(self, o: object) -> Value:
+        raise refusals.product(author_loc())
+
+    __rmatmul__ = __matmul__
+
+    def __len__(self) -> int:
+        raise refusals.length(author_loc())
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **_: Any) -> Any:
+        """NumPy's numbers are numbers where operators meet them; its arrays and functions are refused."""
+        apply = _OPERATORS.get(ufunc.__name__)
+        if apply is None or method != "__call__":
+            raise refusals.foreign(author_loc())
+        for x in inputs:
+            if getattr(x, "shape", ()):
+                raise UserError("E104", loc=author_loc(), got=f"an array of shape {x.shape}")
+        return apply(*(x.item() if hasattr(x, "item") else x for x in inputs))
+
+    def __array_function__(self, *_: Any) -> Any:
+        raise refusals.foreign(author_loc())
+
     def __getitem__(self, key: object) -> Value:
         raise UserError("E102", loc=author_loc(), what="x[...]", hint=_ONE)
 
@@ -191,6 +213,14 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
+    "greater_equal": operator.ge,
+}  # fmt: skip
+"""NumPy's names of what it makes of an operator."""
 
 
 def _is_zero(x: object) -> bool:
@@ -244,7 +274,8 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
         if like.is_int:
             return ir.const(int(x), like)
         return ir.const(_float(x), dtypes.f32)
-    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {x!r}")
+    text = repr(x).partition("\n")
+    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {text[0]}{text[1] and ' ...'}")
 
 
 def _float(x: float) -> float:
