@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 
 import pytest
+import torch
 
 import optgen
+from optgen.backends.host import HostPrinter
+from optgen.base.errors import UserError
+from optgen.ir import node as ir
+from optgen.ir.program import Program
+from optgen.lang import Spec, clip, equal, exp, floor, hyper, maximum, optimizer, power, rint, scalar, sign, where
+from optgen.lang.values import Value, _op
+from optgen.ops import dtypes
+from optgen.ops.prims import ON_HOST, PRIMS
 from optgen.runtime import plans, scalars
 
 
@@ -19,6 +29,10 @@ from optgen.runtime import plans, scalars
         (scalars.divide(-1.0, -0.0), math.inf),
         (scalars.power(0.5, -2000.0), math.inf),
         (scalars.power(0.0, -1.0), math.inf),
+        (scalars.power(2, 1024), math.inf),
+        (scalars.power(-2, 1025), -math.inf),
+        (scalars.power(-2, 1026), math.inf),
+        (scalars.power(3, 2), 9.0),
         (scalars.power(2.0, 0.5), math.sqrt(2)),
         (scalars.cube_root(-1.0), -1.0),
         (scalars.cube_root(-math.inf), -math.inf),
@@ -26,6 +40,9 @@ from optgen.runtime import plans, scalars
         (scalars.log(0.0), -math.inf),
         (scalars.floor(-0.5), -1.0),
         (scalars.floor(math.inf), math.inf),
+        (scalars.rint(2.5), 2.0),
+        (scalars.rint(-math.inf), -math.inf),
+        (scalars.sign(-3), -1.0),
         (scalars.root(4.0), 2.0),
     ],
 )
@@ -34,8 +51,12 @@ def test_ieee(got: float, wanted: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "got", [scalars.divide(0.0, 0.0), scalars.power(-2.0, 0.5), scalars.log(-1.0), scalars.root(-1.0)]
-)
+    "got",
+    [
+        scalars.divide(0.0, 0.0), scalars.power(-2.0, 0.5), scalars.log(-1.0), scalars.root(-1.0),
+        scalars.sign(math.nan), scalars.rint(math.nan),
+    ],
+)  # fmt: skip
 def test_undefined_is_nan(got: float) -> None:
     assert math.isnan(got)
 
@@ -47,3 +68,84 @@ def test_what_several_scalars_share_is_computed_once() -> None:
         for kernel in (False, True):
             text = inspect.getsource(variant.host_for(kernel)[0])
             assert text.count("beta1**step") == text.count("beta2**step") == 1, text
+
+
+# -- every primitive
+
+NUMBERS = (-math.inf, -3.0, -2.5, -1.0, -0.0, 0.0, 0.3, 1.0, 2.0, 2.5, 1024.0, 1e4, 1e308, math.inf, math.nan)
+LOGICAL = ("and", "or", "xor", "not")
+
+
+def operands(name: str) -> list[Value]:
+    """One host scalar for each operand of a primitive."""
+    count = max(PRIMS[name].arity, 1)
+    conditions = count if name in LOGICAL else int(name == "where")
+    syms = [ir.sym(letter) for letter in "abc"[:count]]
+    return [Value(ir.op("lt", ir.const(0.0), s) if k < conditions else s) for k, s in enumerate(syms)]
+
+
+@pytest.mark.parametrize("name", sorted(set(PRIMS) - ON_HOST))
+def test_what_the_host_does_not_spell_is_refused(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _op(name, *operands(name), attr=dtypes.f32 if PRIMS[name].result == "attr" else None)
+    assert caught.value.code in ("E103", "E205")
+
+
+@pytest.mark.parametrize("name", sorted(ON_HOST))
+def test_a_host_scalar_is_the_same_of_numbers_and_of_tensors(name: str) -> None:
+    node = _op(name, *operands(name)).node
+    text = HostPrinter(Program("none", (), (), (), ())).text(node)
+    compute = eval(f"lambda a, b, c: {text}", vars(scalars))
+    count = len(operands(name))
+    for given in itertools.product(*[NUMBERS] * count, *[(1.0,)] * (3 - count)):
+        wanted = compute(*given)
+        got = compute(*(torch.tensor(x, dtype=torch.float64) for x in given))
+        assert got.shape == ()
+        assert got.dtype == (torch.bool if node.dtype is dtypes.boolean else torch.float64)
+        # The C library's powers and torch's may differ in the last place; a third is rounded, times 709 at most.
+        rounded = 709 * 2.0**-55 if name == "cbrt" else 2.0**-50
+        assert got.item() == pytest.approx(wanted, rel=rounded, abs=0, nan_ok=True), (text, given)
+
+
+@optimizer()
+def stepwise(p, g, t, s=scalar(2.0), *, lr=hyper(1e-2, ge=0), k=hyper(3.0, ge=1)):
+    s = where(equal(t, 2), s, 1.5 * s)
+    larger = rint(t / k) + sign(t - 2)
+    rising = where(t > 1, larger > 1, lr > 1.0)
+    p = p - lr * (clip(larger, 0.0, 4.0) + floor(s) * maximum(larger, 1.0) + where(rising, 1.0, 0.5)) * g
+    return p, s
+
+
+@optimizer()
+def overflowing(p, g, t, *, lr=hyper(1e-2, ge=0)):
+    p = p - lr * (1 / exp(t) + 1 / (1 + power(2, t)) + 1 / (1 + 3**t)) * g
+    return p
+
+
+@pytest.mark.parametrize("spec", [stepwise, overflowing], ids=lambda s: s.name)
+def test_a_rule_of_the_step_goes_on_late_in_training(spec: Spec) -> None:
+    """On the host and on a device the same, and no step raises."""
+    spec.check()
+    host = plans.load(optgen.compile(spec, plan="fp32"), "fp32").VARIANTS[0].host
+    options = {h.name: h.default for h in spec.hypers} | ({"s": 2.0} if spec.host_states else {})
+    for t in (*range(1, 9), 645, 646, 709, 710, 1023, 1024, 5000):
+        one = [float(x) for x in host(t, 1.0, **options)]
+        other = [float(x) for x in host(torch.tensor(float(t), dtype=torch.float64), 1.0, **options)]
+        assert one == pytest.approx(other, rel=2.0**-50)
+        assert all(map(math.isfinite, one))
+
+
+def test_whole_steps_and_signs_of_the_step_are_the_rules() -> None:
+    p = torch.nn.Parameter(torch.tensor([1.0]))
+    opt = optgen.compile(stepwise, plan="fp32")([p], plan="fp32")
+    exact, host = torch.tensor([1.0], dtype=torch.float64), {}
+    for t in range(1, 10):
+        p.grad = torch.ones(1)
+        opt.step()
+        exact, _, host = stepwise.evaluate(exact, torch.ones_like(exact), t, {}, host)
+    torch.testing.assert_close(p.detach().double(), exact, rtol=0, atol=9 * 2.0**-24)
+
+
+def test_numbers_of_a_spec_overflow_to_infinities_too() -> None:
+    assert overflowing.evaluate(0.0, 1.0, 2000)[0] == 0.0
+    assert (exp(1e4), power(-2.0, 1025), power(2, 1024)) == (math.inf, -math.inf, math.inf)

@@ -530,6 +530,25 @@ def test_the_trace_computes_what_the_function_does(case: tuple[str, dict[str, bo
             assert values[roots[key].uid][0] == pytest.approx(number, rel=1e-14)
 
 
+@optimizer()
+def starts_late(p, g, t, m=state(), r=row(), *, lr=hyper(1e-2, ge=0)):
+    r = where(t > 2, row_mean(g * g), 0.5 * lr)
+    m = where(t > 1, 0.9 * m + g * sqrt(r), 0.0)
+    p = where(t > 1, p - lr * m, 1.0)
+    return p, m, r
+
+
+def test_what_a_rule_makes_a_number_is_a_tensor_of_its_shape_and_precision() -> None:
+    """A choice by the step gives one of its sides, which may be a plain number."""
+    p, g = torch.zeros(3, 4), torch.ones(3, 4)
+    p, states, _ = starts_late.evaluate(p, g, 1)
+    assert (p.shape, states["m"].shape, states["r"].shape) == ((3, 4), (3, 4), (3, 1))
+    assert {x.dtype for x in (p, *states.values())} == {torch.float32}
+    p, states, _ = starts_late.evaluate(p, g, 2, states)
+    torch.testing.assert_close(p, torch.full((3, 4), 1 - 1e-2 * math.sqrt(0.005)))
+    assert starts_late.evaluate(0.0, 1.0, 1)[0] == 1.0
+
+
 # Formulas are tried on one element, which is its own sum and maximum.
 ONE_ELEMENT = dict.fromkeys(REDUCTIONS, lambda x: x)
 ALONE = {"rows": 1.0, "columns": 1.0, "elements": 1.0}

@@ -39,7 +39,7 @@ from optgen.formats import (
 )
 from optgen.formats import bf16 as plain_bf16
 from optgen.formats.coded import HALF
-from optgen.lang import equal, hyper, minimum, nonneg, optimizer, sqrt, state, where
+from optgen.lang import equal, exp, hyper, minimum, nonneg, optimizer, scalar, sqrt, state, where
 from optgen.lang.declare import StateDecl
 from optgen.lang.values import Num
 from optgen.ops import dtypes, spaces
@@ -492,3 +492,34 @@ def test_linear_codes_get_stuck_as_counted() -> None:
     fmt = Blocked(8, 64, linear, rounding="nearest")
     count, largest, _ = lint.stuck_set(fmt, 0.9)
     assert (count, largest) == (5, pytest.approx(5 / 127))
+
+
+@optimizer()
+def rising(p, g, t, *, lr=hyper(1e-3, ge=0)):
+    p = p - lr * (2.0**t / (1 + 2.0**t)) * g
+    return p
+
+
+@optimizer()
+def beyond_fp32(p, g, t, m=state(), *, lr=hyper(1e-3, ge=0)):
+    m = m + g
+    p = p - lr * m / (1 + exp(t / 10_000) * abs(m))
+    return p, m
+
+
+@optimizer()
+def falling(p, g, t, s=scalar(1.0), *, lr=hyper(1e-3, ge=0)):
+    s = s + where(t > 9, 1 / exp(t), 1.0)
+    p = p - lr / (s + 2.0**t) * g
+    return p, s
+
+
+def test_a_rule_whose_step_is_no_number_late_in_training_is_warned_of() -> None:
+    """In any format; an infinity that only divides is none of it."""
+    (found,) = (f for f in look(rising, plans.fp32).findings if f.code == "L15")
+    assert (found.severity, found.state) == ("warning", "p")
+    assert "at step 1000000, with default hyper-parameters, it is made of inf at tests/test_lint.py:" in found.reason
+    assert [f.code for f in judge(rising, plans.split32).findings if f.severity != "note"] == ["L15"]
+    (found,) = lint.overflow(beyond_fp32, {})
+    assert "made of nan" in found.reason  # 0 times what fp32 has no number for
+    assert lint.overflow(falling, {}) == lint.overflow(adamw, {"amsgrad": True, "decouple_lr": False}) == []

@@ -237,6 +237,30 @@ def orthogonal_everywhere(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
     return p, m
 
 
+@optimizer(matrix="first")
+def orthogonal_outputs(p, g, m=state(), *, lr=hyper(1e-2, ge=0)):
+    m = 0.9 * m + g
+    p = p - lr * newton_schulz(m)
+    return p, m
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4), (2, 3, 4, 6)], ids=str)
+@pytest.mark.parametrize("spec", [orthogonal_everywhere, orthogonal_outputs], ids=["last", "first"])
+def test_the_matrices_are_those_of_the_rule(spec: Spec, shape: tuple[int, ...], backend: str) -> None:
+    """Each matrix by itself, in a rule that asks for nothing else of rows and columns."""
+    made = torch.Generator().manual_seed(0)
+    p, g = torch.randn(2, *shape, generator=made)
+    param = torch.nn.Parameter(p.clone())
+    opt = optgen.compile(spec, plan="fp32")([param], plan="fp32", backend=backend)
+    param.grad = g.clone()
+    opt.step()
+    matrices = g.reshape((1, shape[0], -1) if spec is orthogonal_outputs else (-1, *shape[-2:]))
+    wanted = torch.stack([newton_schulz(x) for x in matrices]).reshape(shape)
+    torch.testing.assert_close(param.detach(), p - 1e-2 * wanted, rtol=0, atol=2.0**-22)
+    torch.testing.assert_close(spec.evaluate(p, g, 1)[0], p - 1e-2 * wanted, rtol=0, atol=2.0**-22)
+
+
 @optimizer()
 def rows_at_times(p, g, *, lr=hyper(1e-2, ge=0), k=hyper(3, ge=1), sync=flag(every="k")):
     if sync:

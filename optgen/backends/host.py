@@ -69,6 +69,8 @@ HOST: dict[str, Spelling] = {
     "exp": _function("exp"),
     "log": _function("log"),
     "floor": _function("floor"),
+    "rint": _function("rint"),
+    "sign": _function("sign"),
     "abs": _function("abs"),
     "max": _function("larger"),
     "min": _function("smaller"),
@@ -105,7 +107,7 @@ def _statements(program: Program) -> list[Let]:
     """The author's host lets that a scalar or a host state is made of, then the scalars themselves."""
     scalars = {let.node.uid for let in program.host}
     live = {n.uid for n in postorder([let.node for let in (*program.host, *program.host_stores)])}
-    taken = {let.name for let in program.host} | set(program.hypers)
+    taken = {let.name for let in program.host} | set(program.hypers) | {"abs", *HELPERS}
     out = []
     for let in program.host_locals:
         if let.node.uid in live - scalars:
@@ -137,8 +139,8 @@ def _shared(program: Program, statements: list[Let]) -> list[Let]:
 
 
 HELPERS = (
-    "both", "choose", "cube_root", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "root",
-    "smaller",
+    "both", "choose", "cube_root", "divide", "either", "exp", "floor", "larger", "log", "negated", "power", "rint",
+    "root", "sign", "smaller",
 )  # fmt: skip
 
 

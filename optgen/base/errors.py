@@ -122,7 +122,7 @@ TABLE: dict[str, Row] = {
     ),
     "E141": Row(
         "this host scalar is {value} at step {step}",
-        "host scalars are computed in Python, where both sides of where() are computed and such a value raises",
+        "host scalars are computed in fp64 once per step, both sides of where() too",
         "limit the operand: maximum(x, smallest)",
     ),
     "E142": Row(
@@ -151,6 +151,12 @@ TABLE: dict[str, Row] = {
         "`{name}` is returned as {got}: states and weights are real numbers",
         "",
         "turn a condition into a number: where(c, 1.0, 0.0)",
+    ),
+    "E205": Row(
+        "{function} does not take host scalars",
+        "host scalars depend on hyper-parameters and t only; they are computed once per step in fp64",
+        "operators and comparisons do, and abs, sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, "
+        "maximum, minimum, clip, equal and where",
     ),
     # E3xx: formats and plans
     "E301": Row(
@@ -316,11 +322,16 @@ def _restore(code: str, locs: tuple[Loc, ...], message: str, note: str, hint: st
     return error
 
 
+def _near(word: str, names: list[str]) -> list[str]:
+    """The name that a word is most likely a misspelling of, if any: two letters in three are the same, in order."""
+    return difflib.get_close_matches(word, names, n=1, cutoff=0.66)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint naming the closest known word, or the list of known words."""
     names = sorted(known)
     plain = {name.lower(): name for name in reversed(names)}  # AdamW is meant where adamw is known
-    close = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), plain, n=1)
+    close = _near(word, names) or _near(word.lower(), list(plain))
     if close:
         return f"did you mean '{plain.get(close[0], close[0])}'?"
     return f"known: {', '.join(names)}" if names else ""

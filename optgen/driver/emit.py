@@ -386,7 +386,7 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
-        matrix=matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
+        matrix=matrix if any(n.space.name in spaces.SMALL or n.op == "call" for n in _nodes(program)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )

@@ -87,13 +87,14 @@ def read_example(text: str) -> Example:
 # -- drawing
 
 
-def _hyper_values(decl: HyperDecl) -> st.SearchStrategy[Any]:
-    """The default, small changes of it, and the ends of its range."""
+def _hyper_values(decl: HyperDecl, whole: bool) -> st.SearchStrategy[Any]:
+    """The default, small changes of it, and the ends of its range; `whole`: among the positive whole numbers."""
 
     def one(default: float) -> st.SearchStrategy[float]:
         shrunk = [default * f for f in (1.0, 0.5, 0.1, 1e-3, 10.0)] + [1 - (1 - default) * f for f in (0.1, 10.0)]
         ends = [x for x in (decl.ge, decl.le) if x is not None]
-        allowed = sorted({x for x in [*shrunk, *ends] if decl.allows(x)} - {default})
+        drawn = [1.0, 2.0, default + 1, default * 10] if whole else [*shrunk, *ends]
+        allowed = sorted({x for x in drawn if decl.allows(x)} - {default})
         return st.sampled_from([default, *allowed])
 
     if isinstance(decl.default, tuple):
@@ -105,7 +106,8 @@ def examples(spec: Spec, *, steps: int) -> st.SearchStrategy[Example]:
     """Examples of a spec; the first things to shrink to are the simplest."""
     free = [f for f in spec.flags if not f.derived]
     flags = st.fixed_dictionaries({f.name: st.sampled_from([f.default, not f.default]) for f in free})
-    hypers = st.fixed_dictionaries({}, optional={h.name: _hyper_values(h) for h in spec.hypers})
+    counts = {f.every for f in spec.flags}  # of steps
+    hypers = st.fixed_dictionaries({}, optional={h.name: _hyper_values(h, h.name in counts) for h in spec.hypers})
     scale = st.one_of(st.integers(-6, 2), st.integers(-38, 38))
     return st.builds(
         Example,

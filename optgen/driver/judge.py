@@ -32,12 +32,14 @@ def judge(spec: Spec, plan: Plan, *, force: bool = False) -> Verdict:
         found = [f for case in cases for f in _linted(spec, case)]
     else:
         found = [f for case in cases for f in lint.check(spec, plan, case.storage, case.flags, _where(case))]
+    found += [f for case in cases for f in lint.overflow(spec, case.flags)]
     return Verdict(_once(found), plan.forced or ("--force" if force else ""))
 
 
 def look(spec: Spec, plan: Plan) -> Verdict:
     """The verdict without refusing on the lint's account; raises UserError where a format does not fit, or is wrong."""
-    found = [f for case in targets.cases(spec, plan) for f in _linted(spec, case)]
+    cases = list(targets.cases(spec, plan))
+    found = [f for case in cases for f in (*_linted(spec, case), *lint.overflow(spec, case.flags))]
     return Verdict(_once(found), plan.forced)
 
 

@@ -28,6 +28,7 @@ from optgen.base import ready
 from optgen.base.errors import UserError, did_you_mean, said
 from optgen.base.loc import Loc, of_frame, relative
 from optgen.formats.plan import Plan
+from optgen.lang.refusals import FUNCTIONS, instead_of
 from optgen.lang.source import check_encoding, forget
 from optgen.lang.spec import Spec
 
@@ -389,6 +390,9 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
         words = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
         source = sys.modules.get(words[2]) if words else None
         name = words[1] if words else ""
+        ours = instead_of(name) if source is optgen.lang else ""
+        if ours and not ours.startswith(f"use {name}("):
+            return ours
         if name in dir(builtins) and source in (optgen.lang, optgen.formats):
             return f"`{name}` is Python's own: it needs no import"
     elif isinstance(error, AttributeError):
@@ -399,7 +403,9 @@ def _meant(error: Exception | SystemExit, file: Path) -> str:
         return ""
     known = [n for n in dir(source) if not n.startswith("_")] if isinstance(source, ModuleType) else []
     near = did_you_mean(name, known)
-    return near if near.startswith("did you mean") else ""
+    if near.startswith("did you mean"):
+        return near
+    return f"functions of one or two values are {FUNCTIONS}" if source is optgen.lang else ""
 
 
 def _usage(text: str) -> str:

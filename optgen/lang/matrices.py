@@ -31,6 +31,9 @@ def newton_schulz(x: Num, steps: int = 5, coefficients: tuple[Num, Num, Num] = J
         if x.record is not None:
             x.record(node)
         return Value(node, x.record)
+    own = getattr(type(x), "reader", None)
+    if own is not None:
+        return own.call(x)
     if type(x).__module__.startswith("torch"):
         return _on_tensors(x, int(steps), coefficients, eps)
     import sympy
@@ -39,9 +42,12 @@ def newton_schulz(x: Num, steps: int = 5, coefficients: tuple[Num, Num, Num] = J
 
 
 def _on_tensors(x: Any, steps: int, coefficients: tuple[Num, Num, Num], eps: Num) -> Any:
-    """newton_schulz of a torch tensor, in its dtype."""
+    """newton_schulz of a torch tensor, in its dtype; of more than two dimensions, of the matrices of the last two."""
     import torch
 
+    if x.ndim > 2:
+        each = [_on_tensors(matrix, steps, coefficients, eps) for matrix in x.flatten(0, -3)]
+        return torch.stack(each).view(x.shape) if each else x
     a, b, c = coefficients
     y = x.to(torch.bfloat16)
     tall = y.shape[-2] > y.shape[-1]

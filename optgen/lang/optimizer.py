@@ -88,6 +88,9 @@ def optimizer(
     return make
 
 
+_NO_TENSORS = "no tensor but the gradient comes from outside; what steps keep is a state: average=state()"
+
+
 def _spec(
     function: Callable[..., Any],
     cite: str,
@@ -103,9 +106,13 @@ def _spec(
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     leaves = [p.name for p in positional if p.default is p.empty]
     if leaves not in (["p", "g"], ["p", "g", "t"]):
-        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none")
+        more = {"hint": _NO_TENSORS} if leaves[:2] == ["p", "g"] else {}
+        raise UserError("E114", loc=source.head, got=", ".join(leaves) or "none", **more)
     declared: list[Declaration] = []
     for p in parameters:
+        if p.name == "t" and "t" not in leaves:
+            hint = f"def {source.name}(p, g, t, ...) takes the step; a state or hyper-parameter is called otherwise"
+            raise UserError("E115", loc=source.parameters["t"], name="t", why="it is the number of the step", hint=hint)
         if p.name not in LEAVES:
             declared.append(_declared(p, source))
     spec = Spec(
@@ -135,10 +142,13 @@ def _spec(
 
 
 def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -> Evaluation:
-    """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have."""
+    """The function of the weights to evaluate with; E127 where it takes or reads what generated code does not have,
+    and what reading it on values raises, as of a rule."""
+    from optgen.lang.tracing import check_weights
+
     source = Source(function)
     states = {d.name for d in declared if isinstance(d, StateDecl) and d.space == spaces.elem}
-    hypers = {d.name for d in declared if isinstance(d, HyperDecl)}
+    hypers = {d.name: d for d in declared if isinstance(d, HyperDecl)}
     parameters = list(inspect.signature(function).parameters.values())
     first, rest = parameters[0] if parameters else None, parameters[1:]
     given = [x.name for x in rest if x.kind is not x.KEYWORD_ONLY]
@@ -148,12 +158,13 @@ def _evaluation(function: Callable[..., Any], declared: Iterable[Declaration]) -
         why = f"its first parameter is p, got {first.name if first else 'none'}"
     elif not set(given) <= states:
         why = f"before the `*` it takes element-wise states, got {', '.join(sorted(set(given) - states))}"
-    elif not set(options) <= hypers:
-        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - hypers))}"
+    elif not set(options) <= set(hypers):
+        why = f"after the `*` it takes hyper-parameters, got {', '.join(sorted(set(options) - set(hypers)))}"
     elif source.free_names():
         why = f"it reads {', '.join(source.free_names())}, which generated code does not have"
     if why:
         raise UserError("E127", loc=source.head, name=source.name, why=why)
+    check_weights(function, source, given, [hypers[name] for name in options])
     return Evaluation(tuple(given), tuple(options), source.text(), function)
 
 
@@ -287,6 +298,14 @@ def _never_negative(h: HyperDecl) -> bool:
 
 
 def _check_defaults(spec: Spec) -> None:
+    for f in spec.flags:
+        if f.every is not None:
+            h = spec.hyper(f.every)
+            (steps,) = h.values
+            if steps < 1 or not steps.is_integer():
+                what = f"`{h.name}` counts the steps of flag `{f.name}`: a whole number from 1 on, got {steps:g}"
+                places = [loc for loc in (h.loc, f.loc) if loc]
+                raise UserError("E113", loc=places, what=what, hint=f"{h.name}=hyper({max(1, round(steps))}, ge=1)")
     for h in spec.hypers:
         for part, value in zip(h.parts, h.values, strict=True):
             if not h.allows(value):

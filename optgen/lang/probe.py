@@ -12,7 +12,7 @@ bias that starts at zero.  Before that, a division by a bias correction is refus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from optgen.base.errors import UserError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 P = (0.0, 0.5)
 G = (0.0, 1e-3, -2.0)
 STEPS = 3
+LATE = 10**6  # a step of a long training: what grows with t has overflowed by then
 SMALLEST = 2.0**-126  # the smallest normal number of fp32
 TOO_SMALL = "is below fp32's normal numbers: take a larger one, such as 1e-30"
 OF_SIZE = "a negative number has real powers of whole exponents only: abs(x) ** y, times sign(x) where that is meant"
@@ -176,6 +177,39 @@ def _scalars(spec: Spec, flags: Mapping[str, bool]) -> dict[str, float]:
 def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
     """Raises UserError at the first operation that makes an infinity or NaN, or a nonneg state negative."""
     _corrections(spec, trace)
+    for run, step, values in _walked(spec, flags, trace, range(1, STEPS + 1)):
+        _judge(spec, trace, run, values, step)
+
+
+def late(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> tuple[str, float, Loc] | None:
+    """What becomes no number at step LATE, after the first three: (the weight or state, its value, where it is made).
+
+    An infinity that only divides is none of it.
+    """
+    for run, step, values in _walked(spec, flags, trace, (*range(1, STEPS + 1), LATE)):
+        if step == LATE:
+            for name, node, i in _not_finite(trace, run, values):
+                bad, j = _culprit(run, values, node, i)
+                return name, values[bad.uid][j], _place(spec, trace, bad, list(_new(trace).values()))
+    return None
+
+
+def _new(trace: Trace) -> dict[str, Node]:
+    return {"p": trace.p, **trace.states, **trace.host_states}
+
+
+def _not_finite(trace: Trace, run: Run, values: Values) -> Iterator[tuple[str, Node, int]]:
+    """The new values that are not finite at an element."""
+    for name, node in _new(trace).items():
+        for i in range(run.size):
+            if not math.isfinite(values[node.uid][i]):
+                yield name, node, i
+
+
+def _walked(
+    spec: Spec, flags: Mapping[str, bool], trace: Trace, steps: Iterable[int]
+) -> Iterator[tuple[Run, int, Values]]:
+    """Each tensor, and what every node is worth at each of the steps, one after the other."""
     new = {"p": trace.p, **trace.states}
     roots = [*new.values(), *trace.host_states.values()]
     grids: list[tuple[Grid, int]] = [(tuple((p, g) for p in P for g in G), len(G))]
@@ -190,9 +224,9 @@ def probe(spec: Spec, flags: Mapping[str, bool], trace: Trace) -> None:
                 kept[s.name] = list(kept["p"])
             else:
                 kept[s.name] = [float(scalars[s.init] if isinstance(s.init, str) else s.init)] * run.size
-        for step in range(1, STEPS + 1):
+        for step in steps:
             values = run.values(roots, scalars | {"step": float(step)}, kept)
-            _judge(spec, trace, run, values, step)
+            yield run, step, values
             kept |= {name: values[node.uid] for name, node in new.items()}
             scalars |= {name: values[node.uid][0] for name, node in trace.host_states.items()}
 
@@ -231,27 +265,26 @@ def _lost(node: Node, values: Values, i: int) -> float | None:
 
 
 def _judge(spec: Spec, trace: Trace, run: Run, values: Values, step: int) -> None:
-    new = {"p": trace.p, **trace.states, **trace.host_states}
+    new = _new(trace)
     for node in postorder(new.values()):
         # Host scalars are plain Python numbers: there an unused branch raises too.
         if node.space == spaces.host and not math.isfinite(values[node.uid][0]):
             bad, _ = _culprit(run, values, node, 0)
             place = _place(spec, trace, bad, list(new.values()))
             raise UserError("E141", loc=place, value=values[bad.uid][0], step=step)
-    for name, node in new.items():
-        for i, (p, g) in enumerate(run.grid):
-            if not math.isfinite(values[node.uid][i]):
-                bad, j = _culprit(run, values, node, i)
-                took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
-                small = _lost(bad, values, j)
-                hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
-                if bad.op == "power" and values[bad.args[0].uid][j] < 0:
-                    hint = {"hint": OF_SIZE}
-                where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
-                raise UserError(
-                    "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
-                    note=f"{where}; it took {took}, and reaches `{name}`", **hint,
-                )  # fmt: skip
+    for name, node, i in _not_finite(trace, run, values):
+        p, g = run.grid[i]
+        bad, j = _culprit(run, values, node, i)
+        took = ", ".join(_shown(bad, a, values[a.uid][j]) for a in bad.args)
+        small = _lost(bad, values, j)
+        hint = {"hint": f"{small:g} {TOO_SMALL}"} if small else {}
+        if bad.op == "power" and values[bad.args[0].uid][j] < 0:
+            hint = {"hint": OF_SIZE}
+        where = f"with p = {p:g}, g = {g:g} and default hyper-parameters"
+        raise UserError(
+            "E140", loc=trace.places.get(bad.uid, spec.loc), value=values[bad.uid][j], step=step,
+            note=f"{where}; it took {took}, and reaches `{name}`", **hint,
+        )  # fmt: skip
     for s in spec.states:
         if s.nonneg and s.name in trace.states:
             for x, (p, g) in zip(values[trace.states[s.name].uid], run.grid, strict=True):

@@ -20,7 +20,14 @@ _FUNCTIONS = {
     "round": "rint(x)", "ceil": "-floor(-x)", "lerp": "a + weight * (b - a)", "norm": "norm(x)", "sum": "total(x)",
     "mean": "mean(x)", "amax": "amax(x)", "dot": "dot(a, b)",
 }  # fmt: skip
-_TRUTH = ("max", "min", "sorted", "any", "all", "bool")
+FUNCTIONS = "sqrt, rsqrt, cbrt, square, power, exp, log, sign, floor, rint, maximum, minimum, clip, equal and where"
+_TRUTH = {
+    "max": "", "min": "", "sorted": "use maximum(a, b) and minimum(a, b) from optgen.lang",
+    "any": "write (a) | (b)", "all": "write (a) & (b)", "bool": "a value has no truth while the spec is traced",
+    "filter": "use where(c, a, b) from optgen.lang", "next": "use where(c, a, b) from optgen.lang",
+}  # fmt: skip
+MODULES = ("torch.", "np.", "numpy.", "math.")
+NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
 
 
 def _span(loc: Loc) -> Span:
@@ -42,12 +49,38 @@ def of_module(loc: Loc, name: str) -> bool:
     return isinstance(found, ast.Attribute) and isinstance(found.value, ast.Name) and found.value.id == name
 
 
+def indexed(loc: Loc) -> str:
+    """The name in the innermost `name[...]` around a place, or nothing."""
+    found = smallest(loc.file, _span(loc), (ast.Subscript,))
+    return getattr(found.value, "id", "") if isinstance(found, ast.Subscript) else ""
+
+
 def instead_of(name: str) -> str:
     """The hint that names our function for Python's, or nothing."""
     ours = _FUNCTIONS.get(name, "")
     known = sys.modules["optgen.lang"].__dict__["__all__"]
     from_lang = any(word in known for word in re.findall(r"(\w+)\(", ours))
     return f"use {ours}" + (" from optgen.lang" if from_lang else "") if ours else ""
+
+
+def foreign(loc: Loc) -> UserError:
+    """A function of another module, such as NumPy's."""
+    name, written = called(loc)
+    return UserError("E102", loc=loc, what=f"{written}()" if written else "numpy", hint=instead_of(name) or NO_TENSORS)
+
+
+def length(loc: Loc) -> UserError:
+    """len(), asked for directly or by a function of another module."""
+    if called(loc)[0] != "len":
+        return foreign(loc)
+    hint = "use rows(x), columns(x) or elements(x) from optgen.lang"
+    return UserError("E102", loc=loc, what="len()", hint=hint)
+
+
+def product(loc: Loc) -> UserError:
+    """a @ b."""
+    hint = "no kernel multiplies matrices: there are dot(a, b), row_sum(a * b), col_sum(a * b) and newton_schulz(x)"
+    return UserError("E102", loc=loc, what="@", hint=hint)
 
 
 def number(loc: Loc, default: str) -> UserError:
@@ -70,17 +103,23 @@ def iteration(loc: Loc) -> UserError:
 _WORDS = {ast.If: "if", ast.IfExp: "if", ast.While: "while", ast.Assert: "assert"}
 
 
-def _switch(scalar: str) -> dict[str, str]:
+def _switch(scalar: str, denied: str = "") -> dict[str, str]:
     """The hint for a condition that asks whether a host scalar is 0; nothing where it asks otherwise."""
     if not scalar:
         return {}
     flag = f"has_{scalar}"
-    return {"hint": f'{flag}=flag(nonzero="{scalar}") in the signature is a switch that follows it: if {flag}:'}
+    return {"hint": f'{flag}=flag(nonzero="{scalar}") in the signature is a switch that follows it: if {denied}{flag}:'}
 
 
 def compared(loc: Loc, mark: str, scalar: str) -> UserError:
     """`==` or `!=`; `scalar`: the hyper-parameter that is compared with 0, or nothing."""
     ours = "equal(a, b)" if mark == "==" else "~equal(a, b)"
+    member = smallest(loc.file, _span(loc), (ast.Compare,))
+    if isinstance(member, ast.Compare) and isinstance(member.ops[0], (ast.In, ast.NotIn)):
+        word, either = "in", "equal(a, x) | equal(a, y)"
+        if isinstance(member.ops[0], ast.NotIn):
+            word, either = "not in", f"~({either})"
+        return UserError("E102", loc=loc, what=word, hint=f"write {either}, equal from optgen.lang")
     at = smallest(loc.file, _span(loc), tuple(_WORDS))
     test = getattr(at, "test", None)
     if test is None or not within(_span(loc), span_of(test)):
@@ -90,13 +129,37 @@ def compared(loc: Loc, mark: str, scalar: str) -> UserError:
     return UserError("E101", loc=loc, what=_WORDS[type(at)], **hint)
 
 
-def truth(loc: Loc, scalar: str = "") -> UserError:
-    """bool(), asked for by a statement, an operator or a function; `scalar`: of which host scalar, or nothing."""
+def _is_test(loc: Loc) -> bool:
+    """Whether a statement or an operator of Python's, and no call, asks for the truth of what stands at a place."""
+    parents = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp)
+    at = smallest(loc.file, _span(loc), parents)
+    asked = at.values if isinstance(at, ast.BoolOp) else [at.operand] if isinstance(at, ast.UnaryOp) else []
+    test = getattr(at, "test", None)
+    return any(span_of(x) == _span(loc) for x in ([test] if test is not None else asked))
+
+
+def _negated(operand: ast.expr, scalar: str, condition: bool) -> dict[str, str]:
+    """The hint for `not x`; `condition`: whether x is one."""
+    text = ast.unparse(operand)
+    if scalar:
+        return _switch(scalar, "not ")
+    if not condition:
+        return {"hint": f"write equal({text}, 0.0); for an `if`, where(equal({text}, 0.0), a, b)"}
+    return {"hint": f"write ~({text}); for an `if`, where(~({text}), a, b)"}
+
+
+def truth(loc: Loc, scalar: str = "", condition: bool = True) -> UserError:
+    """bool(), asked for by a statement, an operator or a function.
+
+    scalar     of which hyper-parameter, or nothing
+    condition  whether it is asked of a comparison, not of a number
+    """
     kinds = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Call)
     at: ast.AST | None = smallest(loc.file, _span(loc), kinds)
-    name = called(loc)[0]
-    if isinstance(at, ast.Call) and name in _TRUTH and name in _FUNCTIONS:
-        return UserError("E102", loc=loc, what=f"{name}()", hint=instead_of(name))
+    name, written = called(loc)
+    if isinstance(at, ast.Call) and (name in _TRUTH or written.startswith(MODULES) or not _is_test(loc)):
+        ours = instead_of(name) or _TRUTH.get(name, NO_TENSORS)
+        return UserError("E102", loc=loc, what=f"{written}()", hint=ours)
     if isinstance(at, ast.Compare) and len(at.ops) > 1:
         hint = "write (low < x) & (x < high)"
         return UserError("E101", loc=loc, what="a < b < c", hint=hint)
@@ -106,5 +169,12 @@ def truth(loc: Loc, scalar: str = "") -> UserError:
         word, mark = ("and", "&") if isinstance(at.op, ast.And) else ("or", "|")
         return UserError("E101", loc=loc, what=word, hint=f"write (a) {mark} (b)")
     if isinstance(at, ast.UnaryOp) and isinstance(at.op, ast.Not):
-        return UserError("E101", loc=loc, what="not", hint="write ~(a)")
-    return UserError("E101", loc=loc, what=_WORDS.get(type(at), "if"), **_switch(scalar))
+        return UserError("E101", loc=loc, what="not", **_negated(at.operand, scalar, condition))
+    if isinstance(at, ast.Assert):
+        name = scalar or "lr"
+        drop = f"drop it; what a hyper-parameter may be is its range: {name}=hyper(..., gt=0)"
+        return UserError("E101", loc=loc, what="assert", hint=drop)
+    test, more = getattr(at, "test", None), _switch(scalar)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        more = _negated(test.operand, scalar, condition)
+    return UserError("E101", loc=loc, what=_WORDS.get(type(at), "if"), **more)

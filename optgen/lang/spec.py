@@ -202,7 +202,8 @@ class Spec:
         finally:
             PRECISION.reset(precision)
         kept, on_host = self.present(flags), self.present_host(flags)
-        return new["p"], {s.name: new[s.name] for s in kept}, {s.name: new[s.name] for s in on_host}
+        states = {s.name: filled(s.space, p, new[s.name]) for s in kept}
+        return filled(spaces.elem, p, new["p"]), states, {s.name: new[s.name] for s in on_host}
 
     def call(self, p: Any, g: Any, t: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the author's function on values by parameter name; what it returned, by name."""
@@ -229,7 +230,13 @@ def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> 
     if state.init == "param":
         return p.clone() if hasattr(p, "clone") else p
     value = (hypers or {})[state.init] if isinstance(state.init, str) else state.init
-    if not hasattr(p, "new_full"):
+    return filled(state.space, p, value)
+
+
+def filled(space: spaces.Space, p: Any, value: Any) -> Any:
+    """A value of a space for a parameter p: a number, such as one of the sides of where(), as an entry for each place
+    there; the number itself where p is no tensor."""
+    if not isinstance(value, (int, float)) or not hasattr(p, "new_full"):
         return value
     shapes = {
         "elem": tuple(p.shape),
@@ -239,7 +246,7 @@ def start(state: StateDecl, p: Any, hypers: Mapping[str, Any] | None = None) -> 
         "tensor": (),
         "model": (),
     }
-    return p.new_full(shapes[state.space.name], value)
+    return p.new_full(shapes[space.name], value)
 
 
 @lru_cache(maxsize=4096)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from optgen.base.errors import UserError, did_you_mean, said
+from optgen.base.errors import UserError, did_you_mean, insisted, said
 from optgen.base.loc import Loc, of_frame
 from optgen.ir import node as ir
 from optgen.ir.node import Node
 from optgen.ir.program import Let
-from optgen.lang.refusals import called, instead_of, of_module
+from optgen.lang.declare import HyperDecl
+from optgen.lang.refusals import MODULES, NO_TENSORS, called, indexed, instead_of, of_module
 from optgen.lang.source import Source, Statement
 from optgen.lang.spec import Spec, Trace
 from optgen.lang.values import Absent, Value, author_loc
@@ -108,10 +109,7 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        place = _raised_at(error, spec)
-        text = next(iter(said(error).splitlines()), "")
-        hint = _meant(error, place, spec)
-        raise UserError("E131", loc=place, kind=type(error).__name__, text=text, hint=hint) from error
+        raise _of_python(error, spec.loc, spec) from error
     tracer.finish()
     places = {name: loc for _, parts in spec.source.returns for name, loc in parts}
 
@@ -138,8 +136,49 @@ def run(spec: Spec, flags: Mapping[str, bool]) -> Trace:
     )
 
 
-_MODULES = ("torch.", "np.", "numpy.", "math.")
-_NO_TENSORS = "a value is neither a tensor nor a number: operators, and functions of optgen.lang, take it"
+_GOES = "its text goes into the generated class, where torch tensors are put in"
+_PLAIN = "write it with operators of p, element-wise states and hyper-parameters: p + (1 - 1 / betas[0]) * (z - p)"
+
+
+def check_weights(
+    function: Callable[..., Any], source: Source, states: Iterable[str], hypers: Iterable[HyperDecl]
+) -> None:
+    """Reads the function of the weights to evaluate with on values: UserError for what is no arithmetic of them."""
+    options: dict[str, Any] = {}
+    for h in hypers:
+        names = h.parts if isinstance(h.default, tuple) else (h.name,)
+        parts = tuple(Value(ir.sym(name)) for name in names)
+        options[h.name] = parts if isinstance(h.default, tuple) else parts[0]
+    kept = [Value(ir.load(name, dtypes.f32, spaces.elem)) for name in ("p", *states)]
+    try:
+        with insisted():
+            made = function(*kept, **options)
+    except UserError as error:
+        if error.code in ("E101", "E102"):  # what a rule has instead, generated code does not
+            error.note, error.hint = _GOES, _PLAIN
+        raise
+    except (Exception, SystemExit) as error:
+        raise _of_python(error, source.head, _PLAIN) from error
+    why = ""
+    if not isinstance(made, Value):
+        why = f"it returns {type(made).__name__} {made!r}"
+    elif made.node.space != spaces.elem or made.node.dtype is not dtypes.f32:
+        kind = "conditions" if made.node.dtype is not dtypes.f32 else f"a value in space {made.node.space}"
+        why = f"it returns {kind}, not one number per element"
+    if why:
+        raise UserError("E127", loc=source.head, name=source.name, why=why)
+
+
+def _of_python(error: BaseException, default: Loc, spec: Spec | str) -> UserError:
+    """What Python raised while a function of the author's was read.
+
+    default  its place where no other is found
+    spec     the rule, in which names are looked for; or what to write instead
+    """
+    place = _raised_at(error, default)
+    text = next(iter(said(error).splitlines()), "")
+    hint = spec if isinstance(spec, str) else _meant(error, place, spec)
+    return UserError("E131", loc=place, kind=type(error).__name__, text=text, hint=hint)
 
 
 def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
@@ -157,12 +196,16 @@ def _meant(error: BaseException, place: Loc, spec: Spec) -> str:
             return near
         return f"what the caller chooses is declared after the `*` of the signature: {error.name}=hyper(...)"
     name, written = called(place)
+    if isinstance(error, IndexError):
+        name = indexed(place)
+        parts = next((len(h.values) for h in spec.hypers if h.name == name), 0)
+        return f"`{name}` has {parts} parts, as many as its default: {name}[0] to {name}[{parts - 1}]" if parts else ""
     if ours := instead_of(name):
         return ours
     if isinstance(error, AttributeError) and isinstance(error.obj, Value):
         return "values have operators, no methods; functions are those of optgen.lang: 0.9 * m + 0.1 * g, sqrt(m)"
-    if written.startswith(_MODULES):
-        return _NO_TENSORS
+    if written.startswith(MODULES):
+        return NO_TENSORS
     return ""
 
 
@@ -173,13 +216,13 @@ def _function_meant(missing: str, name: str, written: str) -> str:
     if written == missing:
         near = did_you_mean(missing, sys.modules["optgen.lang"].__dict__["__all__"])
         return near if near.startswith("did you mean") else "define it above, or import it"
-    of_it = written.startswith(_MODULES) and written.startswith(f"{missing}.")
-    return _NO_TENSORS if of_it else f"import {missing}"
+    of_it = written.startswith(MODULES) and written.startswith(f"{missing}.")
+    return NO_TENSORS if of_it else f"import {missing}"
 
 
-def _raised_at(error: BaseException, spec: Spec) -> Loc:
+def _raised_at(error: BaseException, default: Loc) -> Loc:
     """The innermost place of the traceback in a spec file or a helper that the author wrote."""
-    place = spec.loc
+    place = default
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         foreign = module.startswith("optgen.") or frame.f_code.co_filename.startswith(_LIBRARIES)

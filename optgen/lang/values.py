@@ -14,6 +14,7 @@ A reading is an object with one method per primitive; `reader_of` picks it from 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -27,7 +28,7 @@ from optgen.ir.node import Node
 from optgen.lang import refusals
 from optgen.ops import dtypes, spaces
 from optgen.ops.dtypes import DType
-from optgen.ops.prims import GATHERS, REDUCTIONS
+from optgen.ops.prims import GATHERS, ON_HOST, REDUCTIONS
 from optgen.ops.tables import Table
 
 Num = Any  # Value | Tensor | sympy.Basic | float: whatever a reader reads
@@ -149,7 +150,7 @@ class Value:
         raise refusals.compared(author_loc(), "!=", self._asked if _is_zero(o) else "")
 
     def __bool__(self) -> bool:
-        raise refusals.truth(author_loc(), self._asked)
+        raise refusals.truth(author_loc(), self._asked, self.node.dtype is dtypes.boolean)
 
     @property
     def _asked(self) -> str:
@@ -180,6 +181,27 @@ class Value:
     def __round__(self, digits: int | None = None) -> Value:
         raise UserError("E102", loc=author_loc(), what="round()", hint="use rint(x) from optgen.lang")
 
+    def __matmul__(self, o: object) -> Value:
+        raise refusals.product(author_loc())
+
+    __rmatmul__ = __matmul__
+
+    def __len__(self) -> int:
+        raise refusals.length(author_loc())
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **_: Any) -> Any:
+        """NumPy's numbers are numbers where operators meet them; its arrays and functions are refused."""
+        apply = _OPERATORS.get(ufunc.__name__)
+        if apply is None or method != "__call__":
+            raise refusals.foreign(author_loc())
+        for x in inputs:
+            if getattr(x, "shape", ()):
+                raise UserError("E104", loc=author_loc(), got=f"an array of shape {x.shape}")
+        return apply(*(x.item() if hasattr(x, "item") else x for x in inputs))
+
+    def __array_function__(self, *_: Any) -> Any:
+        raise refusals.foreign(author_loc())
+
     def __getitem__(self, key: object) -> Value:
         raise UserError("E102", loc=author_loc(), what="x[...]", hint=_ONE)
 
@@ -191,6 +213,14 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.node!r})"
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
+    "greater_equal": operator.ge,
+}  # fmt: skip
+"""NumPy's names of what it makes of an operator."""
 
 
 def _is_zero(x: object) -> bool:
@@ -244,7 +274,8 @@ def lift(x: Num, like: DType = dtypes.f32) -> Node:
         if like.is_int:
             return ir.const(int(x), like)
         return ir.const(_float(x), dtypes.f32)
-    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {x!r}")
+    text = repr(x).partition("\n")
+    raise UserError("E104", loc=author_loc(), got=f"{type(x).__name__} {text[0]}{text[1] and ' ...'}")
 
 
 def _float(x: float) -> float:
@@ -297,6 +328,10 @@ def _check_operands(name: str, nodes: list[Node]) -> None:
     if name in _HOST_ONLY and any(n.space != spaces.host for n in nodes):
         space = next(n.space for n in nodes if n.space != spaces.host)
         raise UserError("E202", loc=author_loc(), function=_HOST_ONLY[name], got=space)
+    # Keys of random bits are i32; constants alone are computed by whoever takes them.
+    scalars = all(n.space == spaces.host and not n.dtype.is_int for n in nodes)
+    if name not in ON_HOST and scalars and any(n.op != "const" for n in nodes):
+        raise UserError("E205", loc=author_loc(), function=shown)
 
 
 def _op(name: str, *args: Num, attr: Any = None) -> Value:
@@ -326,10 +361,28 @@ class TraceReader:
         return lambda *args, attr=None: _op(name, *args, attr=attr)
 
 
+def _overflowing(f: Callable[..., float]) -> Callable[..., float]:
+    """f with an infinity where it overflows, as host scalars have it: a negative one for an odd power of x < 0."""
+
+    def safe(x: float, *rest: float) -> float:
+        try:
+            return f(x, *rest)
+        except OverflowError:
+            return -math.inf if rest and x < 0 and rest[0] % 2 == 1 else math.inf
+
+    return safe
+
+
+def _power(a: float, b: float) -> float:
+    out: Any = float(a) ** b
+    return math.nan if isinstance(out, complex) else float(out)
+
+
 class MathReader:
     """Computes with Python numbers."""
 
-    sqrt, exp, log, floor = (staticmethod(f) for f in (math.sqrt, math.exp, math.log, math.floor))
+    sqrt, log, floor = (staticmethod(f) for f in (math.sqrt, math.log, math.floor))
+    exp, exp2, pow, power = (staticmethod(_overflowing(f)) for f in (math.exp, math.exp2, _power, _power))
     max, min, abs = staticmethod(max), staticmethod(min), staticmethod(abs)
 
     @staticmethod
@@ -343,10 +396,6 @@ class MathReader:
     @staticmethod
     def cbrt(x: float) -> float:
         return math.cbrt(x)
-
-    @staticmethod
-    def exp2(x: float) -> float:
-        return math.exp2(x)
 
     @staticmethod
     def log2(x: float) -> float:
@@ -367,15 +416,6 @@ class MathReader:
     @staticmethod
     def eq(a: float, b: float) -> bool:
         return a == b
-
-    @staticmethod
-    def pow(a: float, b: float) -> float:
-        return float(a**b)
-
-    @staticmethod
-    def power(a: float, b: float) -> float:
-        out = a**b
-        return math.nan if isinstance(out, complex) else float(out)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # A number is its own mean, sum and maximum.

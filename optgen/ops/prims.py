@@ -93,6 +93,11 @@ _ROWS = (
 
 PRIMS: dict[str, Prim] = {p.name: p for p in _ROWS}
 
+ON_HOST = frozenset(
+    "add sub mul neg min max abs div sqrt sign floor rint lt le eq ne and or xor not where pow exp log cbrt".split()
+)
+"""What host scalars are made with: each has a spelling of its own in Python (backends/host.py), in fp64."""
+
 REDUCTIONS = {
     # op -> (space of the operand's result, combine)
     "row_sum": ("row", "add"),

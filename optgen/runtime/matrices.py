@@ -7,10 +7,12 @@ from torch import Tensor
 
 
 def newton_schulz(x: Tensor, steps: float, a: float, b: float, c: float, eps: float) -> Tensor:
-    """x (rows, columns), its singular values brought near 1: bf16.
+    """x (rows, columns), its singular values brought near 1: bf16; leading dimensions are a batch.
 
     In bf16 throughout, with the operations of torch.optim.Muon in its order, so that it gives the same bits.
     """
+    if x.ndim > 3:
+        return newton_schulz(x.flatten(0, -3), steps, a, b, c, eps).view(x.shape)
     x = x.to(torch.bfloat16)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT

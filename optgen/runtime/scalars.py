@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Scalar = float | Tensor
-"""A number of the host, or a 0-dim fp64 tensor of one."""
+"""A number of the host, or a 0-dim fp64 tensor of one; between conditions, a condition."""
 
 Truth = bool | Tensor
 """The same of a condition: a 0-dim bool tensor."""
@@ -27,18 +27,18 @@ KEPT = 4096
 
 
 def _like(x: Scalar, other: Tensor) -> Tensor:
-    """x as an fp64 tensor beside another; not to be written."""
+    """x as a tensor beside another, fp64 or bool; not to be written."""
     if isinstance(x, Tensor):
         return x
-    device = other.device
+    device, dtype = other.device, torch.bool if isinstance(x, bool) else torch.float64
     if torch.cuda._initialized and torch.cuda.is_current_stream_capturing():  # it may run when none of these is left
-        return torch.full((), x, dtype=torch.float64, device=device)
+        return torch.full((), x, dtype=dtype, device=device)
     key = (repr(x), device, _stream(device))
     found = _constants.get(key)
     if found is None:
         if len(_constants) >= KEPT:
             _constants.clear()
-        found = _constants[key] = torch.full((), x, dtype=torch.float64, device=device)
+        found = _constants[key] = torch.full((), x, dtype=dtype, device=device)
     return found
 
 
@@ -114,9 +114,9 @@ def power(base: Scalar, exponent: Scalar) -> Scalar:
         return made
     out: Any
     try:
-        out = base**exponent
+        out = float(base) ** exponent  # of two whole numbers Python would make one of any length
     except OverflowError:
-        return math.inf
+        return -math.inf if base < 0 and exponent % 2 == 1 else math.inf
     except ZeroDivisionError:
         return math.inf
     return math.nan if isinstance(out, complex) else float(out)
@@ -144,3 +144,15 @@ def floor(x: Scalar) -> Scalar:
     if isinstance(x, Tensor):
         return x.floor() + 0.0  # no negative zero, as of an int
     return float(math.floor(x)) if math.isfinite(x) else x
+
+
+def rint(x: Scalar) -> Scalar:
+    """The integer nearest to x, half to even, as a float; infinities and NaN stay."""
+    if isinstance(x, Tensor):
+        return x.round() + 0.0  # no negative zero, as of an int
+    return float(round(x)) if math.isfinite(x) else x
+
+
+def sign(x: Scalar) -> Scalar:
+    """-1, 0 or 1; NaN stays."""
+    return choose(x > 0, 1.0, choose(x < 0, -1.0, x + 0.0))

@@ -35,7 +35,7 @@ from optgen.formats.plan import Storage
 from optgen.formats.rank1 import Rank1
 from optgen.formats.scales import LARGEST as LARGEST_SCALE
 from optgen.ir.node import Node, postorder
-from optgen.lang.spec import Spec
+from optgen.lang.spec import Spec, filled
 from optgen.lang.values import equal, reader_of
 from optgen.lower import lower, matrix_of
 from optgen.ops import spaces
@@ -131,7 +131,7 @@ def enclose(
     """
     model = before.p.model
     shape = before.p.shape
-    flags = spec.flag_values(hypers, tuple(shape))
+    flags = spec.flag_values(hypers, tuple(shape), before.step + 1)
     seen = layout.matrix_shape(matrix_of(spec, flags, storage), shape)
     if seen != shape:
         hypers = {**hypers, **flags}
@@ -202,10 +202,11 @@ def _with_read_back(
     that the rule reads it as kept, after."""
     trace = spec.trace(flags)
     roots = {"p": trace.p, **trace.states}
+    held = {"p": spaces.elem} | {s.name: s.space for s in spec.states}
     reading = Reading(before, gradient, _scalars(spec, before, hypers))
     order = [n.uid for n in postorder(roots.values())]
     for name in sorted(early, key=lambda name: order.index(roots[name].uid)):
-        exact = {k: reading(roots[k]) for k in roots}
+        exact = {k: filled(held[k], before.p, reading(roots[k])) for k in roots}
         if kept is not None:
             again = Values.decoded({"p": kept["p"], name: kept[name]}, {}, 0, before.p.model)
             after = again.p if name == "p" else again.states[name]
@@ -218,7 +219,7 @@ def _with_read_back(
         if name != "p" and storage.states[name].as_kept:
             lo, hi = after.lo, after.hi
         reading = reading.replacing(roots[name], Interval(lo, hi, before.p.model))
-    found = {name: reading.before_replacing(node) for name, node in roots.items()}
+    found = {name: filled(held[name], before.p, reading.before_replacing(node)) for name, node in roots.items()}
     return found.pop("p"), found
 
 
@@ -661,7 +662,8 @@ class Trial:
         fields = {f.name for f in self.variant.fields}
         made: dict[str, Any] = layout.encode(self.module, self.variant, self.param, values, fields)
         host = {h.name: h.init for h in self.spec.present_host(flags)}
-        nothing = torch.zeros((), dtype=torch.float64)
+        # One element at least: a mean of none, on the way to p, would be refused.
+        nothing = torch.zeros([max(n, 1) for n in shape], dtype=torch.float64)
         for t in range(1, step + 1 if host else 1):  # host states depend on hyper-parameters and t alone
             _, _, host = self.spec.evaluate(nothing, nothing, t, None, host, **self.hypers)
         self.optimizer.state[self.param] = {"step": step, **made, **host}
@@ -696,9 +698,15 @@ class Trial:
         self.optimizer.step()
 
     def check_step(self, storage: Storage, g: Tensor) -> Report:
-        """One step, against the enclosure and the oracle that start from what is kept now."""
+        """One step, against the enclosure and the oracle that start from what is kept now.
+
+        Of a parameter without elements nothing is compared: no kernel runs, so that states which have one value per
+        tensor stay as they are, whatever the rule makes of them.
+        """
         before, host, step = self.decoded(), self.host, self.step
         self.run(g)
+        if not self.param.numel():
+            return Report({}, (), 1.0)
         after = self.decoded()
         signed = -g if self.maximize else g
         start = Values.decoded(before, host, step, self.model)
@@ -708,7 +716,7 @@ class Trial:
 
     def check_steps(self, storage: Storage, gradients: list[Tensor], *, carried: bool = False) -> Report:
         """Several steps; `carried`: against the enclosure and the oracle carried on from before the first one."""
-        if not carried:
+        if not carried or not self.param.numel():
             report = self.check_step(storage, gradients[0])
             for g in gradients[1:]:
                 report = report.join(self.check_step(storage, g))

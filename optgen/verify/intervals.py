@@ -412,6 +412,11 @@ class _Reader:
         high = torch.where(x.hi < 0, -out.lo, out.hi)
         return Interval(low, high, x.model)
 
+    def call(self, x: Interval, *_: float) -> Interval:
+        """A function of whole matrices: every element depends on all, through products in bf16; nothing is claimed."""
+        unknown = torch.full_like(x.lo, torch.nan)
+        return Interval(unknown, unknown, x.model)
+
     # Dimensions stay, as on tensors; a vector is one row, whose columns are its elements.
     def row_sum(self, x: Interval) -> Interval:
         return _sum(x, (-1,))

@@ -21,6 +21,7 @@ L11 a narrow weight, to nearest, loses updates below half of its last place
 L12 a codebook without the number that a block's largest magnitude becomes shrinks the block at each store
 L13 a nonnegative state that may be read back as 0 although it is not: a step is then divided by eps alone
 L14 means of rows and columns keep no element's maximum or minimum
+L15 what grows with the step becomes an infinity, or NaN, late in training
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from optgen.formats.masters import Ecc8, Kahan, Native, Split
 from optgen.formats.plan import Plan, Storage
 from optgen.formats.rank1 import Rank1
 from optgen.ir import node as ir
+from optgen.lang import probe
 from optgen.lang.spec import Spec
 from optgen.lang.values import Value
 from optgen.ops import dtypes, spaces, tables
@@ -109,6 +111,21 @@ def _number(decay: Any, values: Mapping[str, float]) -> float | None:
 
 
 # -- the verdicts
+
+
+def overflow(spec: Spec, flags: Mapping[str, bool]) -> list[Finding]:
+    """What the rule itself makes no number of late in training, whatever it is stored as."""
+    return list(_overflow(spec, tuple(sorted(flags.items()))))
+
+
+@lru_cache(maxsize=4096)
+def _overflow(spec: Spec, flags: tuple[tuple[str, bool], ...]) -> tuple[Finding, ...]:
+    found = probe.late(spec, dict(flags), spec.trace(dict(flags)))
+    if found is None:
+        return ()
+    name, value, place = found
+    reason = f"at step {probe.LATE}, with default hyper-parameters, it is made of {value:g} at {place}"
+    return (Finding("L15", "warning", name, reason),)
 
 
 def lint(recurrences: Mapping[str, Recurrence], storage: Storage) -> list[Finding]:

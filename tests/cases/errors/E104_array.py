@@ -1,0 +1,10 @@
+import numpy as np
+
+from optgen.lang import hyper, optimizer, state
+
+
+@optimizer(cite="nobody")
+def mistaken(p, g, m=state(), *, lr=hyper(1e-3, ge=0)):
+    m = 0.9 * m + g
+    p = p - np.array([1.0, 2.0]) * lr * m
+    return p, m

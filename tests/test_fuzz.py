@@ -1,0 +1,114 @@
+"""`optgen fuzz` follows every kind of rule: what it draws is allowed, what it compares is there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from optgen.driver import fuzz
+from optgen.driver.compile import compile as compiled
+from optgen.driver.fuzz import Example, examples
+from optgen.lang import (
+    Spec,
+    amax,
+    hyper,
+    lookahead,
+    mean,
+    model_norm,
+    model_state,
+    newton_schulz,
+    nonneg,
+    optimizer,
+    row_sum,
+    scalar,
+    shape_flag,
+    state,
+    where,
+)
+from optgen.verify.differential import Report
+from specs import plans
+from specs.adamp import adamp
+from specs.muon import muon
+
+
+@optimizer()
+def lagged(p, g, t, change=state(), before=state(), *, lr=hyper(1e-2, ge=0)):
+    change = where(t > 1, 0.9 * change + (g - before), 0.0)
+    before = g
+    p = p - lr * (g + change)
+    return p, change, before
+
+
+@optimizer()
+def lagged_mean(p, g, t, change=state(), *, lr=hyper(1e-2, ge=0)):
+    change = where(t > 1, 0.9 * change + g, 0.5)
+    p = p - lr * change * mean(change)
+    return p, change
+
+
+@optimizer()
+def distance(p, g, t, start=state(init="param"), radius=model_state(nonneg), *, lr=hyper(1.0, ge=0)):
+    radius = where(t > 1, radius, 1e-4) + model_norm(p - start)
+    p = p - lr * radius * g / (amax(abs(g)) + 1e-8)
+    return p, start, radius
+
+
+@optimizer(matrix="first")
+def fading(p, g, s=scalar(1.0, when="wide"), *, lr=hyper(1e-2, ge=0), wide=shape_flag(lambda shape: len(shape) >= 2)):
+    if wide:
+        s = 0.9 * s
+        g = s * newton_schulz(g) / (1 + abs(row_sum(g)))
+    p = p - lr * g
+    return p, s
+
+
+def ran(spec: Spec, example: Example, plan: str = "fp32") -> Report:
+    made = getattr(plans, plan)
+    return fuzz.run(spec, made, compiled(spec, made), example, backend="reference", maths="fast")
+
+
+CASES = [
+    (muon, Example(shape=(1, 4099))),
+    (muon, Example(shape=(3, 5, 7, 41), steps=2)),
+    (lookahead(muon), Example(shape=(3, 5, 7, 41), hypers={"lookahead_k": 1.0})),
+    (lookahead(adamp), Example(shape=(65, 65), hypers={"lookahead_k": 10.0}, start=9)),
+    (lagged, Example(shape=(65,), steps=3)),
+    (lagged_mean, Example(shape=(65,), steps=3)),
+    (fading, Example(shape=(33, 129), start=9, steps=2)),
+    (fading, Example(shape=(3, 5, 7, 41), start=1)),
+]
+
+
+@pytest.mark.parametrize(("spec", "example"), CASES, ids=lambda x: x.name if isinstance(x, Spec) else "")
+def test_a_step_is_within_its_bound(spec: Spec, example: Example) -> None:
+    assert ran(spec, example).ok
+
+
+def test_a_step_whose_state_is_a_number_is_within_the_bound_of_its_format() -> None:
+    assert ran(lagged, Example(shape=(4159,), steps=3), "int8_split24").ok
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 7), (7, 0), (0, 3, 4), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("spec", [distance, lagged_mean, fading, muon], ids=lambda s: s.name)
+def test_a_parameter_without_elements_is_no_alarm(spec: Spec, shape: tuple[int, ...]) -> None:
+    assert ran(spec, Example(shape=shape, start=1, steps=2)).ok
+
+
+def test_of_a_function_of_whole_matrices_nothing_is_claimed_and_of_the_rest_all() -> None:
+    report = ran(muon, Example(shape=(64, 64)))
+    assert report.worst["p"].bound == float("inf")
+    assert report.claimed == 0.5
+    assert 0 < report.worst["momentum_buffer"].bound < 1e-6
+
+
+def test_intervals_of_steps_are_drawn_as_whole_numbers() -> None:
+    drawn = set()
+
+    @settings(max_examples=50, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(examples(lookahead(adamp), steps=1))
+    def look(example: Example) -> None:
+        drawn.add(example.hypers.get("lookahead_k", 5.0))
+
+    look()
+    assert len(drawn) > 2
+    assert all(k >= 1 and float(k).is_integer() for k in drawn)
