@@ -56,7 +56,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         if id(tensor) not in kept | done and tensor.is_floating_point():
             done.add(id(tensor))
             _cast(tensor, dtype, low_bits)
-    bits.carry(model, model.parameters())
+    bits.carry(model)
     for name, module in modules.items():
         if not _below(name, kept_modules):
             _no_boundary(module)

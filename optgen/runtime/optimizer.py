@@ -1249,7 +1249,7 @@ class Optimizer(torch.optim.Optimizer):
                 made = weights.put(plan, variant, p, kept, value, group)
                 if made is not None:
                     self.state[p] = made
-            low_bits.carry(model, model.parameters())
+            low_bits.carry(model)
 
     def plans(self) -> dict[Label, str]:
         """The plan that each parameter is kept under, by name (by position over all groups where it has none).
