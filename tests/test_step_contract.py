@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -155,6 +155,29 @@ def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
     assert all(bool((p == 1).all()) for p in params)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("which", ["parameter 1", "exp_avg of parameter 0"])
+def test_what_torch_does_not_write_outside_of_inference_mode_changes_nothing(which: str, backend: str) -> None:
+    """It writes such a tensor and raises an error then; kernels write memory."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))]
+    with torch.inference_mode():
+        if which == "parameter 1":
+            params[1] = nn.Parameter(torch.ones(5))
+        opt = AdamW(params, plan="fp32", backend=backend)
+        for p in params:
+            p.grad = torch.ones(p.shape)
+        if which != "parameter 1":
+            opt.step()
+    before, known = [p.detach().clone() for p in params], len(opt.state)
+    if backend == "reference":
+        with pytest.raises(RuntimeError, match=rf"^{which} \(float32.* was made under torch.inference_mode"):
+            opt.step()
+        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True)) and len(opt.state) == known
+    with torch.inference_mode(backend == "reference"):
+        opt.step()
+    assert all(bool((p < old).all()) for p, old in zip(params, before, strict=True))
+
+
 BACKENDS = ["reference", "triton", "cpp"]
 
 
@@ -213,6 +236,22 @@ def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
             opt = AdamW(params, backend="reference", plan="fp32")
             opt.step()
             assert opt.state[params[0]]["step"] == opt.state[params[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_fake_tensors_of_any_size_have_fake_states(released: bool) -> None:
+    """The room for 64 KiB of states and more is memory, which fake tensors have none of."""
+    with FakeTensorMode():
+        model = nn.Linear(512, 64)
+        opt = AdamW(model.parameters(), backend="reference", plan="fp32")
+        handle = opt.release_gradients() if released else nullcontext()
+        with handle:
+            for _ in range(2):
+                model(torch.ones(2, 512)).sum().backward()
+                opt.step()
+        state_of = opt.state[model.weight]
+        assert state_of["step"] == 2 and state_of["exp_avg"].shape == (64, 512)
+        assert all(isinstance(t, FakeTensor) for t in (state_of["exp_avg"], state_of["exp_avg_sq"]))
 
 
 def test_fake_tensors_are_no_memory_for_kernels() -> None:

@@ -800,6 +800,8 @@ class Optimizer(torch.optim.Optimizer):
                 made.variant = plans.at_step(made.plan, made.variant, flags)
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
+        for made in buckets.values():
+            made.refuse_inference()
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         for b, i in fresh:  # thawed since it was given
             if b.variant.needs_matrix and len(b.params[i].shape) < 2:
