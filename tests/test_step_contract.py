@@ -262,6 +262,17 @@ def test_fake_tensors_are_no_memory_for_kernels() -> None:
             AdamW([p], backend="cpp", plan="fp32").step()
 
 
+def test_parameters_without_a_shape_are_refused_until_a_forward_pass() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"AdamW: a parameter of a lazy module has no shape yet.* forward pass"):
+        AdamW(model.parameters())
+    model[0].weight.requires_grad = model[0].bias.requires_grad = False
+    opt = AdamW(model.parameters(), plan="fp32", backend="reference")
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    assert len(opt.state) == 2
+
+
 def test_tensors_that_stand_for_others_are_refused() -> None:
     def two(*shape: int) -> TwoTensor:
         return TwoTensor(torch.ones(shape), torch.ones(shape))

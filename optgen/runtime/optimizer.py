@@ -329,6 +329,11 @@ class Optimizer(torch.optim.Optimizer):
         owner = type(self).__name__
         if not p.requires_grad:
             return
+        if torch.nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"{owner}: a parameter of a lazy module has no shape yet, which its states follow: make a forward pass "
+                f"with the model first, then create the optimizer"
+            )
         if p.is_complex():
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
