@@ -277,6 +277,43 @@ def test_a_kernel_that_spills_gets_more_registers(monkeypatch: pytest.MonkeyPatc
     assert set(launched) == {96} and len(launched) >= 4
 
 
+@pytest.mark.parametrize("case", ["numbers", "a tensor", "a scaler"])
+def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Of a capturable optimizer the steps outside of graphs launch other kernels than the first one: those that take
+    numbers of the host.  Where no step may, they are not compiled."""
+    tried: list[tuple[bool, int | None]] = []
+    launched: list[tuple[bool, int | None]] = []
+
+    def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
+        tried.append(("kernel" in options, maxnreg))
+        return SimpleNamespace(run=None, n_spills=2 * (maxnreg is not None and maxnreg < 70))
+
+    start = interpreter.InterpretedFunction.run
+
+    def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
+        launched.append(("kernel" in options, maxnreg))
+        return start(jitted, *args, **options)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
+    monkeypatch.setattr(control, "_loaded", {})
+    monkeypatch.setattr(control, "_roomier", {})
+    lr = torch.tensor(0.1) if case == "a tensor" else 0.1
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
+    for step in range(3):
+        give(opt, step)
+        if case == "a scaler":
+            opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        opt.step()
+        if not step:
+            first = len(tried)
+    ways = [True, False] if case == "numbers" else [True]
+    assert tried == [(way, registers) for way in ways for registers in (64, 80)] and len(tried) == first
+    assert launched == [(True, 80), *[(case != "numbers", 80)] * 2]
+
+
 def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
     tried: list[object] = []
 
