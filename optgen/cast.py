@@ -56,7 +56,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep: Sequence[str] = (), *
         if id(tensor) not in kept | done and tensor.is_floating_point():
             done.add(id(tensor))
             _cast(tensor, dtype, low_bits)
-    bits.carry(model, model.parameters())
+    bits.carry(model)
     for name, module in modules.items():
         if not _below(name, kept_modules):
             _no_boundary(module)
@@ -96,7 +96,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype, low_bits: bool) -> None:
         exact = tensor.data if kept is None else kept
         tensor.data = exact.to(dtype)
         bits.drop(tensor)
-        if low_bits and isinstance(tensor, nn.Parameter) and tensor.requires_grad and _has_bits(exact):
+        numbers = not nn.parameter.is_lazy(tensor)  # those of lazy modules are drawn in the dtype that they have then
+        if low_bits and isinstance(tensor, nn.Parameter) and tensor.requires_grad and numbers and _has_bits(exact):
             bits.keep(tensor, exact)
     if grad is not None:
         tensor.grad = grad.to(dtype)

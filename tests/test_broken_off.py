@@ -248,15 +248,19 @@ def test_kernels_are_compiled_before_the_first_is_launched(monkeypatch: pytest.M
     assert [int(opt.state[p]["step"]) for p in params_of(opt)] == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("planned", [64, None])
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_kernel_that_spills_gets_more_registers(monkeypatch: pytest.MonkeyPatch, capturable: bool) -> None:
-    """Compilers find out; what was found holds for every later step, and is looked for once."""
+def test_a_kernel_that_spills_gets_more_registers(
+    monkeypatch: pytest.MonkeyPatch, capturable: bool, planned: int | None
+) -> None:
+    """Compilers find out; what was found holds for every later step, and is looked for once.  Told no limit, they take
+    fewer than there are, here 72."""
     tried: list[int | None] = []
     launched: list[int | None] = []
 
     def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
         tried.append(maxnreg)
-        return SimpleNamespace(run=None, n_spills=2 * (maxnreg is not None and maxnreg < 90))
+        return SimpleNamespace(run=None, n_regs=maxnreg or 72, n_spills=2 * ((maxnreg or 72) < 90))
 
     start = interpreter.InterpretedFunction.run
 
@@ -266,31 +270,72 @@ def test_a_kernel_that_spills_gets_more_registers(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
-    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
+    monkeypatch.setattr(launch, "_limits", lambda *_: {} if planned is None else {"maxnreg": planned})
     monkeypatch.setattr(control, "_loaded", {})
     monkeypatch.setattr(control, "_roomier", {})
     opt = made("triton", capturable=capturable)
     for step in range(2):
         give(opt, step)
         opt.step()
-    assert tried == [64, 80, 96] * 2  # two kernels
+    assert tried == [planned, 80, 96] * 2  # two kernels
     assert set(launched) == {96} and len(launched) >= 4
+
+
+@pytest.mark.parametrize("case", ["numbers", "a tensor", "a scaler"])
+def test_what_the_host_may_count_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Of a capturable optimizer the steps outside of graphs launch other kernels than the first one: those that take
+    numbers of the host.  Where no step may, they are not compiled."""
+    tried: list[tuple[bool, int | None]] = []
+    launched: list[tuple[bool, int | None]] = []
+
+    def warmup(jitted: Any, /, *args: Any, grid: Any, maxnreg: int | None = None, **options: Any) -> object:
+        tried.append(("kernel" in options, maxnreg))
+        return SimpleNamespace(run=None, n_regs=maxnreg, n_spills=2 * (maxnreg is not None and maxnreg < 70))
+
+    start = interpreter.InterpretedFunction.run
+
+    def run(jitted: Any, /, *args: Any, maxnreg: int | None = None, **options: Any) -> Any:
+        launched.append(("kernel" in options, maxnreg))
+        return start(jitted, *args, **options)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "warmup", warmup, raising=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
+    monkeypatch.setattr(launch, "_limits", lambda *_: {"maxnreg": 64})
+    monkeypatch.setattr(control, "_loaded", {})
+    monkeypatch.setattr(control, "_roomier", {})
+    lr = torch.tensor(0.1) if case == "a tensor" else 0.1
+    p = nn.Parameter(torch.ones(3, 5))
+    opt = optim.AdamW([p], lr=lr, plan="fp32", backend="triton", capturable=True, fused=case == "a scaler")
+    for step in range(3):
+        give(opt, step)
+        if case == "a scaler":
+            opt.grad_scale, opt.found_inf = torch.tensor(1.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        opt.step()
+        if not step:
+            first = len(tried)
+    ways = [True, False] if case == "numbers" else [True]
+    assert tried == [(way, registers) for way in ways for registers in (64, 80)] and len(tried) == first
+    assert launched == [(True, 80), *[(case != "numbers", 80)] * 2]
 
 
 def test_a_kernel_that_spills_whatever_it_is_told_is_told_nothing() -> None:
     tried: list[object] = []
 
-    def spills(options: Mapping[str, Any]) -> bool:
+    def spills(options: Mapping[str, Any]) -> int:
         tried.append(options.get("maxnreg"))
-        return True
+        return options.get("maxnreg", 255)
 
     assert control.without_spills({"maxnreg": 208, "num_warps": 1}, spills, 1) == {"num_warps": 1}
     assert tried == [208, 224, 240, None]
     assert control.without_spills({"num_warps": 1}, spills, 1) == {"num_warps": 1}
-    assert control.without_spills({"maxnreg": 64}, lambda options: False, 1) == {"maxnreg": 64}
+    assert control.without_spills({"maxnreg": 64}, lambda options: 0, 1) == {"maxnreg": 64}
     # 144 registers for each of 512 threads are more than a processor has: such a program cannot be launched.
     tried.clear()
     assert control.without_spills({"maxnreg": 112}, spills, 16) == {} and tried == [112, 128, None]
+    # What a compiler takes by itself is where the search begins, and what is left of a search that finds nothing.
+    tried.clear()
+    assert control.without_spills({}, lambda options: spills({"maxnreg": 200} | options), 1) == {}
+    assert tried == [200, 208, 224, 240, 200]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

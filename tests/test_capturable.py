@@ -16,6 +16,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -413,6 +414,16 @@ def test_checkpoints_go_between_both_ways_of_counting(before: bool, after: bool)
         one.step()
     assert everything(other) == everything(opt)
     assert isinstance(other.state[params[0]]["step"], Tensor) == after
+
+
+def test_host_states_on_the_device_are_dense_without_a_warning() -> None:
+    opt = trained(generated.NAdam, plan="fp32", capturable=True)
+    kept = opt.state[params_of(opt)[0]]["mu_product"]
+    assert isinstance(kept, Tensor)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dense = opt.dense_state_dict()["state"][0]["mu_product"]
+    assert dense.dtype == torch.float32 and dense.item() == kept.float().item()
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -104,6 +104,12 @@ def test_cast_back_a_kept_module_is_one_like_the_others(name: str) -> None:
     assert not (module._forward_hooks or module._forward_pre_hooks or module._forward_pre_hooks_with_kwargs)
 
 
+def test_lazy_modules_are_cast_before_they_have_numbers() -> None:
+    model = cast_model(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), torch.bfloat16)
+    assert model(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert set(dtypes(model).values()) == {torch.bfloat16}
+
+
 def test_gradients_follow() -> None:
     model = nn.Linear(3, 2)
     model(torch.ones(3)).sum().backward()

@@ -8,10 +8,12 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing  # tells ForkingPickler of tensors
 from torch import Tensor, nn
 
 from optgen import cast_model
@@ -178,6 +180,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
     "saved whole": through_pickle,
     "pickle, then deepcopy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(m))),
+    "to another process": lambda m: pickle.loads(bytes(ForkingPickler.dumps(m))),
 }
 
 
@@ -194,11 +197,22 @@ def test_copies_of_a_cast_model_start_from_the_same_weights(copier: str) -> None
     assert low_bits.ATTRIBUTE in model.body.weight.__dict__
 
 
+@pytest.mark.parametrize("copier", COPIES)
+def test_a_copied_part_of_a_cast_model_starts_from_the_same_weights(copier: str) -> None:
+    model = Net()
+    exact = model.head.weight.detach().clone()
+    cast_model(model, torch.bfloat16)
+    both = nn.ModuleList([model.head, model.embed])  # of no carrier of its own
+    for made in (COPIES[copier](model.head), *COPIES[copier](both)):
+        assert torch.equal(low_bits.exact(made.weight), exact)
+
+
 def test_an_optimizer_copied_before_its_first_step() -> None:
     model = Net()
     exact = {name: p.detach().clone() for name, p in trained(model)}
     opt = still(cast_model(model, torch.bfloat16), "split32")
-    for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+    sent = pickle.loads(bytes(ForkingPickler.dumps(opt)))
+    for made in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), sent):
         zero_step(made)
         assert same(made.master_weights(), exact)
 
@@ -295,6 +309,22 @@ def test_moved_between_devices_while_it_waits() -> None:
     cast_model(model, torch.bfloat16)
     model.weight.data = model.weight.data.clone()
     assert torch.equal(low_bits.exact(model.weight), exact)
+
+
+def test_swapped_parameters_lose_no_low_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where conversions swap what is in a Parameter, its attributes go as well: torch refuses until they are taken."""
+    model = cast_model(nn.Sequential(nn.Linear(9, 5)), torch.bfloat16)
+    opt = still(model, "split32")
+    full = opt.master_weights()
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    with pytest.raises(RuntimeError, match=r"Couldn't swap Linear\.weight"):
+        model.half()
+    zero_step(opt)
+    opt.zero_grad()
+    model._apply(torch.clone)
+    assert same(opt.master_weights(), full)
+    zero_step(opt)
+    assert same(opt.master_weights(), full)
 
 
 # -- putting weights in ----------------------------------------------------------------------------------------

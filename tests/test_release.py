@@ -292,6 +292,28 @@ def test_parameters_that_are_replaced_in_their_group() -> None:
     assert opt.state[fresh]["step"] == 2
 
 
+@pytest.mark.parametrize(("every", "kept"), [(1, None), (3, None), (3, "fp32")])
+def test_parameters_whose_content_was_swapped_are_released_from_the_next_step_on(
+    every: int, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch leaves the hooks with what was in them: one step is an ordinary one, of the same bits."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    plain, plain_opt, model, opt = pair(lambda m: optim.AdamW(m.named_parameters()), torch.float32)
+    make = None if kept is None else accumulator(kept)
+    with opt.release_gradients(model, accumulate=every, accumulator=make):
+        for k in range(3):
+            for released in (False, True):
+                for i in range(every):
+                    if released and (k, i) == (1, every - 1):
+                        model._apply(torch.clone)
+                    (model if released else plain).loss(every * k + i).backward()
+            assert (model.outer.weight.grad is None) == (k != 1)
+            for one in (plain_opt, opt):
+                one.step()
+                one.zero_grad()
+    same(plain, model, plain_opt, opt)
+
+
 def test_remove_restores_ordinary_steps() -> None:
     model = net()
     opt = optim.AdamW(model.parameters())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -155,6 +155,29 @@ def test_an_expanded_view_that_is_thawed_changes_nothing() -> None:
     assert all(bool((p == 1).all()) for p in params)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("which", ["parameter 1", "exp_avg of parameter 0"])
+def test_what_torch_does_not_write_outside_of_inference_mode_changes_nothing(which: str, backend: str) -> None:
+    """It writes such a tensor and raises an error then; kernels write memory."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))]
+    with torch.inference_mode():
+        if which == "parameter 1":
+            params[1] = nn.Parameter(torch.ones(5))
+        opt = AdamW(params, plan="fp32", backend=backend)
+        for p in params:
+            p.grad = torch.ones(p.shape)
+        if which != "parameter 1":
+            opt.step()
+    before, known = [p.detach().clone() for p in params], len(opt.state)
+    if backend == "reference":
+        with pytest.raises(RuntimeError, match=rf"^{which} \(float32.* was made under torch.inference_mode"):
+            opt.step()
+        assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True)) and len(opt.state) == known
+    with torch.inference_mode(backend == "reference"):
+        opt.step()
+    assert all(bool((p < old).all()) for p, old in zip(params, before, strict=True))
+
+
 BACKENDS = ["reference", "triton", "cpp"]
 
 
@@ -215,12 +238,39 @@ def test_empty_fake_and_meta_tensors_need_no_memory() -> None:
             assert opt.state[params[0]]["step"] == opt.state[params[1]]["step"] == 1
 
 
+@pytest.mark.parametrize("released", [False, True])
+def test_fake_tensors_of_any_size_have_fake_states(released: bool) -> None:
+    """The room for 64 KiB of states and more is memory, which fake tensors have none of."""
+    with FakeTensorMode():
+        model = nn.Linear(512, 64)
+        opt = AdamW(model.parameters(), backend="reference", plan="fp32")
+        handle = opt.release_gradients() if released else nullcontext()
+        with handle:
+            for _ in range(2):
+                model(torch.ones(2, 512)).sum().backward()
+                opt.step()
+        state_of = opt.state[model.weight]
+        assert state_of["step"] == 2 and state_of["exp_avg"].shape == (64, 512)
+        assert all(isinstance(t, FakeTensor) for t in (state_of["exp_avg"], state_of["exp_avg_sq"]))
+
+
 def test_fake_tensors_are_no_memory_for_kernels() -> None:
     with FakeTensorMode():
         p = nn.Parameter(torch.ones(8))
         p.grad = torch.ones(8)
         with pytest.raises(RuntimeError, match="has no memory"):
             AdamW([p], backend="cpp", plan="fp32").step()
+
+
+def test_parameters_without_a_shape_are_refused_until_a_forward_pass() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"AdamW: a parameter of a lazy module has no shape yet.* forward pass"):
+        AdamW(model.parameters())
+    model[0].weight.requires_grad = model[0].bias.requires_grad = False
+    opt = AdamW(model.parameters(), plan="fp32", backend="reference")
+    model(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    assert len(opt.state) == 2
 
 
 def test_tensors_that_stand_for_others_are_refused() -> None:

@@ -640,12 +640,12 @@ def compiled_to_fit(job: Job, target: str) -> tuple[Compiled, Compiled]:
 
     made: list[Compiled] = []
 
-    def spills(options: Mapping[str, Any]) -> bool:
+    def spills(options: Mapping[str, Any]) -> int:
         made.append(compile_for(
             job.fn, job.signature, job.constexprs, TARGETS[target], job.num_warps,
             aligned=job.aligned, listed=False, **options,
         ))  # fmt: skip
-        return made[-1].stack > 0
+        return made[-1].registers if made[-1].stack and TARGETS[target].backend == "cuda" else 0
 
     control.without_spills(job.options, spills, job.num_warps)
     return made[0], made[-1]

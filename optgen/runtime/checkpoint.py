@@ -735,6 +735,6 @@ def dense_entry(plan: ModuleType, variant: Variant, p: Tensor, entry: Mapping[st
     """A parameter's state as torch.optim keeps it: fp32 tensors under the states' names, `step` as a tensor."""
     dense: dict[str, Any] = {"step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
     for name in variant.host_names:
-        dense[name] = torch.tensor(entry[name], dtype=torch.float32, device="cpu")
+        dense[name] = torch.tensor(float(entry[name]), dtype=torch.float32, device="cpu")
     dense.update(sharding.decode(plan, variant, state.at_home(p), entry, variant.states))
     return dense

@@ -287,17 +287,20 @@ def load(
     """What comes before the first launch that `start` makes with the same arguments: the kernel is compiled for the
     current device and put there, unless that was done before.
 
-    Where it spills within the registers that its plan leaves it ("maxnreg"), it is compiled with more of them.
+    Where it spills within the registers that its plan leaves it ("maxnreg"), or that the compiler takes for it, it is
+    compiled with more of them.
     """
     outer, given, told = _call(kernel, tables, scalars, which, step_key, constants)
     key = _key(kernel, given, scalars, which, step_key, constants, options)
     if key in _loaded:
         return
 
-    def spills(options: Mapping[str, Any]) -> bool:
+    def spills(options: Mapping[str, Any]) -> int:
         made = outer.warmup(*given, grid=(programs,), **told, **options)
         getattr(made, "run", None)  # a compiled kernel is put onto the device when its launcher is first asked for
-        return bool(getattr(made, "n_spills", 0))
+        if not getattr(made, "n_spills", 0) or torch.version.hip is not None:  # AMD's compiler is told no limits
+            return 0
+        return int(made.n_regs)
 
     fitting = without_spills(options, spills, options.get("num_warps", 4))
     if fitting != options:
@@ -306,19 +309,26 @@ def load(
 
 
 def without_spills(
-    options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], bool], warps: int
+    options: Mapping[str, Any], spills: Callable[[Mapping[str, Any]], int], warps: int
 ) -> dict[str, Any]:
     """`options` with the least "maxnreg", in steps of 16 registers, at which a kernel does not spill; without one where
     it spills at all that a program of so many warps can have.
 
-    spills  compiles it that way, and says whether it does
+    spills  compiles it that way, and says how many registers it takes where it spills, else 0
+
+    A compiler that is told no limit aims at a number of programs for each processor, and spills for one more: told
+    16 registers more than it took, it has room.
     """
     most = registers(warps)
+    free = {name: value for name, value in options.items() if name != "maxnreg"}
     found = dict(options)
-    while spills(found) and "maxnreg" in found:
-        found["maxnreg"] += 16
-        if found["maxnreg"] > most:
-            del found["maxnreg"]
+    while taken := spills(found):
+        limit = found.get("maxnreg", taken // 16 * 16) + 16
+        if limit > most:
+            if found != free:
+                spills(free)
+            return free
+        found["maxnreg"] = limit
     return found
 
 
@@ -331,7 +341,7 @@ _loaded: dict[tuple[object, ...], Any] = {}
 """Kernels that were loaded, kept so that their addresses stay theirs."""
 
 _roomier: dict[tuple[object, ...], dict[str, Any]] = {}
-"""The options of those that need more registers than they were planned with."""
+"""The options of those that need more registers than they were planned with, or are given."""
 
 
 def _key(

@@ -121,7 +121,7 @@ def load_checkpoint(path: Path_, optimizer: Optimizer, model: nn.Module | None =
             kept = content["waiting"][order[id(p)]]
             if kept is not None and p not in optimizer.state:
                 setattr(p, low_bits.ATTRIBUTE, _in_memory(kept))
-        low_bits.carry(model, model.parameters())
+        low_bits.carry(model)
     return _in_memory(content["extra"])
 
 

@@ -65,8 +65,11 @@ def exact(p: Tensor) -> Tensor | None:
 
 
 def drop(p: Tensor) -> None:
-    """Forget what was kept for p."""
+    """Forget what was kept for p, and that somebody carried it: torch swaps no tensors that are remembered weakly."""
     p.__dict__.pop(ATTRIBUTE, None)
+    for ref in weakref.getweakrefs(p):
+        if isinstance(ref, _Ref):
+            ref.forget()
 
 
 def checksum(p: Tensor) -> int:
@@ -88,19 +91,42 @@ def _pieces(p: Tensor, wide: Tensor, low: Tensor) -> Iterator[tuple[int, Tensor,
         yield start, a, b, c
 
 
-class Carrier:
-    """Takes the low bits along where a model is deep-copied: torch copies parameters without their attributes.
+class _Ref(weakref.ref[Tensor]):
+    """A Carrier's reference to a parameter, until the parameter's bits are dropped."""
 
-    Holds the parameters weakly: it keeps none alive that the model has dropped.
+    __slots__ = ("_among", "number")
+
+    number: int
+    _among: list[_Ref]
+
+    @classmethod
+    def put(cls, p: Tensor, among: list[_Ref]) -> None:
+        """One more among those of a Carrier."""
+        made = cls(p)
+        made.number, made._among = id(p), among
+        among.append(made)
+
+    def forget(self) -> None:
+        self._among[:] = [ref for ref in self._among if ref is not self]
+
+
+class Carrier:
+    """Takes the low bits along where a module is deep-copied or sent to another process: torch copies parameters
+    without their attributes there.
+
+    Holds the parameters weakly: it keeps none alive that the module has dropped.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._refs = [weakref.ref(p) for p in params]
+        self._refs: list[_Ref] = []
+        for p in params:
+            if ATTRIBUTE in p.__dict__:
+                _Ref.put(p, self._refs)
         self.said = False
 
-    def strays(self, own: Collection[int]) -> int:
-        """How many of the parameters are none of these, by id."""
-        return sum((p := ref()) is None or id(p) not in own for ref in self._refs)
+    def strays(self, own: Collection[int]) -> set[int]:
+        """Which of the parameters are none of these, by the id that they had."""
+        return {ref.number for ref in self._refs if (p := ref()) is None or id(p) not in own}
 
     @property
     def params(self) -> list[Tensor]:
@@ -111,20 +137,26 @@ class Carrier:
     def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
         params = self.params
         copies = [copy.deepcopy(p, memo) for p in params]
-        for p, made in zip(params, copies, strict=True):
-            setattr(made, ATTRIBUTE, copy.deepcopy(p.__dict__[ATTRIBUTE], memo))
-        return Carrier(copies)
+        return _carrier(copies, [copy.deepcopy(p.__dict__[ATTRIBUTE], memo) for p in params])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Carrier, (self.params,)
+        return _carrier, (self.params, [p.__dict__[ATTRIBUTE] for p in self.params])
 
 
-def carry(module: nn.Module, params: Iterable[Tensor]) -> None:
-    """Let deep copies of the module keep what is kept for its parameters."""
-    held = [p for p in params if ATTRIBUTE in p.__dict__]
-    module.__dict__.pop(CARRIER, None)
-    if held:
-        module.__dict__[CARRIER] = Carrier(held)
+def _carrier(params: list[Tensor], kept: list[dict[str, Any]]) -> Carrier:
+    """That of copies of parameters, which may have come without what is kept for them."""
+    for p, own in zip(params, kept, strict=True):
+        setattr(p, ATTRIBUTE, own)
+    return Carrier(params)
+
+
+def carry(module: nn.Module) -> None:
+    """Let copies of the module, and of each part of it, keep what is kept for its parameters."""
+    for part in module.modules():
+        part.__dict__.pop(CARRIER, None)
+        carrier = Carrier(part.parameters(recurse=False))
+        if carrier.params:
+            part.__dict__[CARRIER] = carrier
 
 
 def lost(module: nn.Module) -> int:
@@ -136,10 +168,10 @@ def lost(module: nn.Module) -> int:
     params = list(module.parameters())
     if not any(sharding.is_sharded(p) or getattr(p, "_fsdp_flattened", False) for p in params):
         return 0
-    own, count = {id(p) for p in params}, 0
+    own, found = {id(p) for p in params}, set[int]()
     for part in module.modules():
         carrier = part.__dict__.get(CARRIER)
-        if isinstance(carrier, Carrier) and not carrier.said and (found := carrier.strays(own)):
+        if isinstance(carrier, Carrier) and not carrier.said and (strays := carrier.strays(own)):
             carrier.said = True
-            count += found
-    return count
+            found |= strays
+    return len(found)

@@ -329,6 +329,11 @@ class Optimizer(torch.optim.Optimizer):
         owner = type(self).__name__
         if not p.requires_grad:
             return
+        if torch.nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"{owner}: a parameter of a lazy module has no shape yet, which its states follow: make a forward pass "
+                f"with the model first, then create the optimizer"
+            )
         if p.is_complex():
             raise TypeError(f"{owner} does not support complex parameters; optimize torch.view_as_real(p) instead")
         if p.layout is not torch.strided:
@@ -570,27 +575,41 @@ class Optimizer(torch.optim.Optimizer):
         shared.check(buckets)
         self._launcher.begin()
         prepared = [self._prepare(bucket, scaler) for bucket in buckets]
+        again = self._may_be_made_again(prepared)
         if not control.capturing():
             for bucket, tables, scalars, key, _ in prepared:
                 if bucket.backend == "triton" and tables is not None:
                     launch.load(bucket, tables, scalars, key)
+                    if again and scaler is None and self._host_may_know(bucket):
+                        launch.load(bucket, tables, [0.0] * bucket.variant.host_for(True)[1], 0)
         self._run(prepared)
         if any(f.space == "model" for b, *_ in prepared for f in b.variant.fields):
             shared.spread(self.state, [bucket for bucket, *_ in prepared])
         self._counters.take(buckets, scaler is None and not control.capturing())
         self._counters.forget(self.state)
-        if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
-            return
-        sharded = sharding.kind()
-        if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
-            return
-        if all(ready.tables is not None for ready in prepared):
+        if again:
             made = [
                 launch.made(ready.bucket, ready.tables, self._counters.of(ready.bucket.step))
                 for ready in prepared
                 if ready.tables is not None
             ]
             self._replay.keep(type(self), self.param_groups, self.state, made, scaler is not None)
+
+    def _may_be_made_again(self, prepared: Sequence[Ready]) -> bool:
+        """Whether a step that is like this one may be made the short way."""
+        if any(b.in_parts for b, *_ in prepared) or any(flag.every is not None for flag in self.FLAGS):
+            return False
+        sharded = sharding.kind()
+        if sharded is not None and self._senders(sharded):  # others may wait for this rank at any step
+            return False
+        return all(ready.tables is not None for ready in prepared)
+
+    def _host_may_know(self, bucket: Bucket) -> bool:
+        """Whether later steps of a bucket that is counted on the device may take their scalars from the host, for which
+        its kernels are compiled as those that are not counted there."""
+        if not bucket.counted or bucket.done is None or not replay.may_be_known(bucket):
+            return False
+        return replay.fixed(type(self), self.param_groups[bucket.group]) and replay.probe() is not None
 
     def _run(self, prepared: Sequence[Ready]) -> None:
         """The kernels; an error says what has been stepped before it."""
@@ -800,6 +819,8 @@ class Optimizer(torch.optim.Optimizer):
                 made.variant = plans.at_step(made.plan, made.variant, flags)
         if scaler is not None and not all(b.counted for b in buckets.values()) and scaler.found_infinity():
             return []
+        for made in buckets.values():
+            made.refuse_inference()
         launch.compile_all(list(buckets.values()), [self.param_groups[b.group]["backend"] for b in buckets.values()])
         for b, i in fresh:  # thawed since it was given
             if b.variant.needs_matrix and len(b.params[i].shape) < 2:
@@ -1249,7 +1270,7 @@ class Optimizer(torch.optim.Optimizer):
                 made = weights.put(plan, variant, p, kept, value, group)
                 if made is not None:
                     self.state[p] = made
-            low_bits.carry(model, model.parameters())
+            low_bits.carry(model)
 
     def plans(self) -> dict[Label, str]:
         """The plan that each parameter is kept under, by name (by position over all groups where it has none).

@@ -149,6 +149,13 @@ class Hook:
         return self._release()
 
 
+def _connect(p: Tensor) -> None:
+    """Has torch call the hooks that p knows: it forgets to once conversions have swapped what is in a Parameter
+    (torch.__future__.set_swap_module_params_on_conversion), and looks for them again when they are set."""
+    known: Any = p
+    known._post_accumulate_grad_hooks = known._post_accumulate_grad_hooks
+
+
 def _unhook(hooks: dict[int, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
@@ -428,6 +435,9 @@ class Release:
             raise RuntimeError(SCALED.format(type(self.optimizer).__name__))
         with self._lock, torch.no_grad():
             before = list(self._ones.values())
+            for one in before:
+                if one.p.grad is not None:  # maybe because no hook was called
+                    _connect(one.p)
             self.attach()
             self.optimizer._say_strays(self._look())
             for one in self._ones.values():

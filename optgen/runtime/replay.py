@@ -216,7 +216,7 @@ class Group:
         self.seed = group["seed"]
         # Numbers and text cannot change without being replaced; tensors, lists and dicts can.
         self._known: dict[torch.device, dict[str, Any]] = {}
-        self.fixed = all(_fixed(group[hyper.name]) for hyper in self.cls.HYPERS) and _fixed(self.plan)
+        self.fixed = fixed(self.cls, group)
 
     def on(self, device: torch.device) -> dict[str, Any]:
         """The hyper-parameters for a step that is counted on that device."""
@@ -257,6 +257,11 @@ def _copied(value: Any) -> Any:
     return type(value)(value) if isinstance(value, (list, dict)) else value
 
 
+def fixed(cls: Any, group: Mapping[str, Any]) -> bool:
+    """Whether nothing that a step reads of a group can change without being another object."""
+    return all(_fixed(group[hyper.name]) for hyper in cls.HYPERS) and _fixed(group["plan"])
+
+
 def _fixed(value: object) -> bool:
     """Whether it cannot change without being another object."""
     parts = value if type(value) is tuple else (value,)
@@ -290,6 +295,12 @@ class Made:
     counter: control.Counter | None = None
 
 
+def may_be_known(bucket: Bucket) -> bool:
+    """Whether the host may know what a step that is counted on the device computes its scalars of, and so compute them
+    itself (`Known`): where there are host states, it does not know those."""
+    return not bucket.variant.host_names
+
+
 class Part:
     """A bucket, without its tensors: `entries` is where its states stand among those of all buckets."""
 
@@ -297,8 +308,7 @@ class Part:
         bucket = made.bucket
         self.group, self.variant, self.table = bucket.group, bucket.variant, table
         self.start, self.room, self.kernel = made.start, made.room, bucket.kernel
-        # Where there are host states, the host does not know them.
-        self.counter = made.counter if made.room is not None and not bucket.variant.host_names else None
+        self.counter = made.counter if made.room is not None and may_be_known(bucket) else None
         self.device = bucket.device
         # Of a DTensor, as torch does, the version of the whole moves, not that of the part.
         written = zip(bucket.params, bucket.shards, strict=True)

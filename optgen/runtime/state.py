@@ -132,12 +132,17 @@ def wraps(t: Any) -> bool:
     return is_traceable_wrapper_subclass(t) and not sharding.is_sharded(t)
 
 
+def is_fake(t: Tensor) -> bool:
+    """Whether a tensor only says how it would lie, on a device that may be the CPU."""
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    return fake is not None and isinstance(t, fake)
+
+
 def has_memory(t: Tensor, eager: bool) -> bool:
     """Whether kernels may read a tensor at its address; eager torch also takes those that have none by nature."""
     if not t.numel() or t.device.type == "meta":  # of the latter, kernels are refused by name
         return True
-    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
-    if fake is not None and isinstance(t, fake):
+    if is_fake(t):
         return eager
     return bool(t.untyped_storage().nbytes()) and bool(t.data_ptr())
 
@@ -189,7 +194,9 @@ def create(
 
 
 def sizes(variant: Variant, p: Tensor, present: Mapping[str, Any]) -> list[int]:
-    """Bytes of the fields that `create` will make, in its order."""
+    """Bytes of the fields that `create` will make, in its order; nothing where it needs no room for them."""
+    if is_fake(p):
+        return []
     fields = [f for f in variant.fields if f.name not in present]
     return [nbytes(layout.field_shape(f, p.shape), f.torch_dtype) for f in fields]
 
@@ -213,7 +220,7 @@ def first_values(variant: Variant, p: Tensor, hypers: Mapping[str, Any]) -> dict
 def zeros(field: Field, p: Tensor, arena: Arena | None = None) -> Tensor:
     """The field's tensor in which every entry decodes to 0."""
     shape = layout.field_shape(field, p.shape)
-    if arena is not None and home(p).type == "cpu":
+    if arena is not None and home(p).type == "cpu" and not is_fake(p):
         made = arena.zeros(shape, field.torch_dtype)
         return made.fill_(field.zero) if field.zero else made
     return torch.full(shape, field.zero, dtype=field.torch_dtype, device=home(p))
