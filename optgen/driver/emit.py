@@ -253,7 +253,7 @@ def emit_plan(
         fast_host = scalars.add("kernel_scalars", partial(host.scalars_function, _host(c.fast), unpack))
         reference_name = steps.add(wanted, step, [let.name for let in c.strict.host])
         codec_name = codecs.add(wanted, code)
-        if len(c.fast.stages) > 1:
+        if c.fast.in_stages:
             lines = triton_stages.kernels(c.fast, "@", source).lines
             kernel_name, new = whole.name(wanted, lines, [let.name for let in c.fast.host])
             if new:
@@ -273,7 +273,7 @@ def emit_plan(
     scalar_names = host.needs(scalars.functions)
     head = {b: header(spec, plan, b, compiled, maths) for b in ("tables", "reference", "triton", "cpp")}
     schedules = [x.schedule for c in compiled for s in (c.strict, c.decode, c.encode) for x in s.stages]
-    single = [c.fast.stages[0].schedule for c in compiled if len(c.fast.stages) == 1]
+    single = [c.fast.stages[0].schedule for c in compiled if not c.fast.in_stages]
     return {
         "__init__.py": wrapper.render(
             "plan.py.j2",
@@ -386,7 +386,7 @@ def _variant_row(
         stochastic=any(n.op == "key" for n in _nodes(program)),
         host_states=program.host_states,
         init=dict(starts),
-        matrix=matrix if any(n.space.name in spaces.SMALL for n in _nodes(program)) else "last",
+        matrix=matrix if any(x.space.name in spaces.SMALL for x in (*_nodes(program), *program.buffers)) else "last",
         temps=[_temp_row(c.fast, b) for b in c.fast.temps],
         stages=[],
     )

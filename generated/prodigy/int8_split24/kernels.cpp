@@ -24,7 +24,7 @@
 //                  exact; every f32
 //     d_numerator  0 B  f32, one per model
 //                  exact; every f32
-//   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+//   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 //   maths     fast; rounding changed by: fma, group, nan, reciprocal
 // clang-format off
 #include "stages.h"
@@ -92,7 +92,7 @@ struct prodigy_float32_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -117,7 +117,7 @@ struct prodigy_float32_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -268,7 +268,6 @@ struct prodigy_float32_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -575,7 +574,7 @@ struct prodigy_float32_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -587,7 +586,7 @@ struct prodigy_float32_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -608,7 +607,6 @@ struct prodigy_float32_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -858,7 +856,7 @@ struct prodigy_bfloat16_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -878,7 +876,7 @@ struct prodigy_bfloat16_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -950,7 +948,6 @@ struct prodigy_bfloat16_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -1397,7 +1394,7 @@ struct prodigy_bfloat16_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -1410,7 +1407,7 @@ struct prodigy_bfloat16_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -1433,7 +1430,6 @@ struct prodigy_bfloat16_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -1667,7 +1663,7 @@ struct prodigy_float16_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -1687,7 +1683,7 @@ struct prodigy_float16_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -1767,7 +1763,6 @@ struct prodigy_float16_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -2069,7 +2064,7 @@ struct prodigy_float16_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -2082,7 +2077,7 @@ struct prodigy_float16_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -2113,7 +2108,6 @@ struct prodigy_float16_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -2296,7 +2290,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -2321,7 +2315,7 @@ struct prodigy_float32_safeguard_warmup_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -2472,7 +2466,6 @@ struct prodigy_float32_safeguard_warmup_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
             }
@@ -2607,7 +2600,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -2619,7 +2612,7 @@ struct prodigy_float32_safeguard_warmup_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -2641,7 +2634,6 @@ struct prodigy_float32_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_3 * (p0 - p)));
         }
@@ -2773,7 +2765,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -2793,7 +2785,7 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -2866,7 +2858,6 @@ struct prodigy_bfloat16_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -3195,7 +3186,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -3208,7 +3199,7 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3232,7 +3223,6 @@ struct prodigy_bfloat16_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -3347,7 +3337,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -3367,7 +3357,7 @@ struct prodigy_float16_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3448,7 +3438,6 @@ struct prodigy_float16_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
             }
@@ -3750,7 +3739,7 @@ struct prodigy_float16_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -3763,7 +3752,7 @@ struct prodigy_float16_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -3795,7 +3784,6 @@ struct prodigy_float16_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, lr * (g_2 * (p0 - p)));
         }
@@ -3977,7 +3965,7 @@ struct prodigy_float32_use_bias_correction_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -4002,7 +3990,7 @@ struct prodigy_float32_use_bias_correction_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -4153,7 +4141,6 @@ struct prodigy_float32_use_bias_correction_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -4346,7 +4333,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_rate
@@ -4358,7 +4345,7 @@ struct prodigy_float32_use_bias_correction_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[6];  // float32 [model]  read
@@ -4379,7 +4366,6 @@ struct prodigy_float32_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -4505,7 +4491,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -4525,7 +4511,7 @@ struct prodigy_bfloat16_use_bias_correction_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -4597,7 +4583,6 @@ struct prodigy_bfloat16_use_bias_correction_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -4750,7 +4735,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -4763,7 +4748,7 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -4786,7 +4771,6 @@ struct prodigy_bfloat16_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -4867,7 +4851,7 @@ struct prodigy_float16_use_bias_correction_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_rate
@@ -4887,7 +4871,7 @@ struct prodigy_float16_use_bias_correction_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                             // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                       // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[8];  // float32 [model]  read
@@ -4967,7 +4951,6 @@ struct prodigy_float16_use_bias_correction_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5014,7 +4997,7 @@ struct prodigy_float16_use_bias_correction_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_rate
@@ -5027,7 +5010,7 @@ struct prodigy_float16_use_bias_correction_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];        // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                                 // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                                // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];                    // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];            // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];          // float32 [tensor]  for tensor_sum
         const float *__restrict d_over_d0_times_rate_at = (const float *)at[7];  // float32 [model]  read
@@ -5058,7 +5041,6 @@ struct prodigy_float16_use_bias_correction_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_rate, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -5127,7 +5109,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         {5, -1, 2, BLOCK_OF, true, true, NONE, 5},  // exp_avg_sq_range
         {6, -1, 1, ELEMENT, true, true, NONE, 6},  // s
         {7, -1, 2, BLOCK_OF, true, true, NONE, 7},  // s_scale
-        {8, -1, 4, ELEMENT, true, true, NONE, 8},  // p0
+        {8, -1, 4, ELEMENT, true, false, NONE, 8},  // p0
         {9, -1, 4, WHOLE, true, false, NONE, 9},  // d
         {17, 22, 4, WHOLE, false, true, TOTAL, 10},  // tensor_sum_for_d_denom
         {18, 23, 4, WHOLE, false, true, TOTAL, 11},  // tensor_sum_for_numerator
@@ -5152,7 +5134,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
         int16_t *__restrict exp_avg_sq_range_at = (int16_t *)at[5];       // int16 [blocks of 64]  read and written
         uint8_t *__restrict s_at = (uint8_t *)at[6];                      // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[7];                // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[8];                         // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[8];             // float32 [n]  read
         const float *__restrict d_at = (const float *)at[9];              // float32 [model]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[10];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[11];  // float32 [tensor]  for tensor_sum
@@ -5303,7 +5285,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_2 {
                 store(exp_avg_sq_pattern_kept + i, exp_avg_sq_pattern);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
             }
@@ -5438,7 +5419,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
         {0, -1, 4, ELEMENT, true, false, NONE, 0},  // p
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {4, -1, 4, ELEMENT, true, true, NONE, 2},  // s
-        {5, -1, 4, ELEMENT, true, true, NONE, 3},  // p0
+        {5, -1, 4, ELEMENT, true, false, NONE, 3},  // p0
         {14, 20, 4, WHOLE, false, true, TOTAL, 4},  // tensor_sum_for_d_denom
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_numerator
         {13, -1, 4, WHOLE, true, false, NONE, 6},  // d_over_d0_times_d_times_one
@@ -5450,7 +5431,7 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
         // float [n]  read
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         float *__restrict s_at = (float *)at[2];                         // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[3];                        // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[3];            // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[4];    // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[5];  // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5472,7 +5453,6 @@ struct prodigy_float32_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_3, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_3 * (p0 - p)));
         }
@@ -5538,7 +5518,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -5558,7 +5538,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5631,7 +5611,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5724,7 +5703,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -5737,7 +5716,7 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5761,7 +5740,6 @@ struct prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }
@@ -5781,7 +5759,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {7, -1, 1, ELEMENT, true, true, NONE, 3},  // s
         {8, -1, 2, BLOCK_OF, true, true, NONE, 4},  // s_scale
-        {9, -1, 4, ELEMENT, true, true, NONE, 5},  // p0
+        {9, -1, 4, ELEMENT, true, false, NONE, 5},  // p0
         {18, 24, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_d_denom
         {19, 25, 4, WHOLE, false, true, TOTAL, 7},  // tensor_sum_for_numerator
         {17, -1, 4, WHOLE, true, false, NONE, 8},  // d_over_d0_times_d_times_one
@@ -5801,7 +5779,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         uint8_t *__restrict s_at = (uint8_t *)at[3];                       // uint8 [n]  read and written
         int16_t *__restrict s_scale_at = (int16_t *)at[4];                 // int16 [blocks of 64]  read and written
-        float *__restrict p0_at = (float *)at[5];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[5];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[6];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[7];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5882,7 +5860,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_2 {
                 s_top = larger<RAGGED>(s_top, bits(s_abs), i, end);
                 store(s_kept + i, s);
                 store(noise_2_kept + i, noise_2);
-                store(p0_at + i, p0);
                 store(tensor_sum_for_d_denom_at + i, moves * s_abs);
                 store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
             }
@@ -5929,7 +5906,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
         {1, -1, sizeof(typename Grad::stored), ELEMENT, true, false, NONE, 1},  // g
         {2, -1, 1, ELEMENT, true, false, NONE, 2},  // weight_low
         {5, -1, 4, ELEMENT, true, true, NONE, 3},  // s
-        {6, -1, 4, ELEMENT, true, true, NONE, 4},  // p0
+        {6, -1, 4, ELEMENT, true, false, NONE, 4},  // p0
         {15, 21, 4, WHOLE, false, true, TOTAL, 5},  // tensor_sum_for_d_denom
         {16, 22, 4, WHOLE, false, true, TOTAL, 6},  // tensor_sum_for_numerator
         {14, -1, 4, WHOLE, true, false, NONE, 7},  // d_over_d0_times_d_times_one
@@ -5942,7 +5919,7 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
         const typename Grad::stored *__restrict g_at = (const typename Grad::stored *)at[1];
         const uint8_t *__restrict weight_low_at = (const uint8_t *)at[2];  // uint8 [n]  read
         float *__restrict s_at = (float *)at[3];                           // float32 [n]  read and written
-        float *__restrict p0_at = (float *)at[4];                          // float32 [n]  read and written
+        const float *__restrict p0_at = (const float *)at[4];              // float32 [n]  read
         float *__restrict tensor_sum_for_d_denom_at = (float *)at[5];      // float32 [tensor]  for tensor_sum
         float *__restrict tensor_sum_for_numerator_at = (float *)at[6];    // float32 [tensor]  for tensor_sum
         // float32 [model]  read
@@ -5974,7 +5951,6 @@ struct prodigy_float16_use_bias_correction_safeguard_warmup_small_2 {
             // 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
             const F s_2 = fma(d_over_d0_times_d_times_one, g_2, keep3 * s);
             store(s_at + i, s_2);
-            store(p0_at + i, p0);
             store(tensor_sum_for_d_denom_at + i, moves * abs(s_2));
             store(tensor_sum_for_numerator_at + i, own * (g_2 * (p0 - p)));
         }

@@ -24,7 +24,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 # fmt: off
 # ruff: noqa
 import torch
@@ -170,7 +170,6 @@ def prodigy_float32(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -287,7 +286,6 @@ def prodigy_float32_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -434,7 +432,6 @@ def prodigy_bfloat16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -625,7 +622,6 @@ def prodigy_bfloat16_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -793,7 +789,6 @@ def prodigy_float16(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1008,7 +1003,6 @@ def prodigy_float16_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1250,7 +1244,6 @@ def prodigy_float32_safeguard_warmup(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1367,7 +1360,6 @@ def prodigy_float32_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1514,7 +1506,6 @@ def prodigy_bfloat16_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1705,7 +1696,6 @@ def prodigy_bfloat16_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -1873,7 +1863,6 @@ def prodigy_float16_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2088,7 +2077,6 @@ def prodigy_float16_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(lr * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2330,7 +2318,6 @@ def prodigy_float32_use_bias_correction(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2447,7 +2434,6 @@ def prodigy_float32_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2594,7 +2580,6 @@ def prodigy_bfloat16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2785,7 +2770,6 @@ def prodigy_bfloat16_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -2953,7 +2937,6 @@ def prodigy_float16_use_bias_correction(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3168,7 +3151,6 @@ def prodigy_float16_use_bias_correction_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3410,7 +3392,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup(
     b.store_per_block(exp_avg_sq_range_tensor, exp_avg_sq_header.to(torch.int16))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3527,7 +3508,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3674,7 +3654,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -3865,7 +3844,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -4033,7 +4011,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup(
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, (s_pattern + (noise_2 >> 20 & 0xfff) >> 12).to(torch.uint8))
     b.store_per_block(s_scale_tensor, (s_up >> 15).to(torch.int16))
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode
@@ -4248,7 +4225,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small(
     tensor_sum_for_d_denom_tensor = b.tensor_sum(moves * s.abs())
     tensor_sum_for_numerator_tensor = b.tensor_sum(own * g * (p0 - p))
     b.store(s_tensor, s)
-    b.store(p0_tensor, p0)
 
     # == tensor: values of tensors
     # -- load and decode

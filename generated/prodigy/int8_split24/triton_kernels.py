@@ -24,7 +24,7 @@
 #                  exact; every f32
 #     d_numerator  0 B  f32, one per model
 #                  exact; every f32
-#   traffic   27.1875 B per bfloat16 parameter and step: 2 sweeps
+#   traffic   23.1875 B per bfloat16 parameter and step: 2 sweeps
 #   maths     fast; rounding changed by: fma, group, nan, reciprocal
 # fmt: off
 # ruff: noqa
@@ -142,7 +142,6 @@ def prodigy_float32_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -203,7 +202,7 @@ def prodigy_float32_2_tile(
 def prodigy_float32_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -217,7 +216,7 @@ def prodigy_float32_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -231,7 +230,7 @@ def prodigy_float32_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -596,7 +595,6 @@ def prodigy_float32_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -614,7 +612,7 @@ def prodigy_float32_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -905,7 +903,6 @@ def prodigy_bfloat16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -930,7 +927,7 @@ def prodigy_bfloat16_2_tile(
 def prodigy_bfloat16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -941,7 +938,7 @@ def prodigy_bfloat16_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -953,7 +950,7 @@ def prodigy_bfloat16_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -1316,7 +1313,6 @@ def prodigy_bfloat16_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1335,7 +1331,7 @@ def prodigy_bfloat16_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1593,7 +1589,6 @@ def prodigy_float16_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -1618,7 +1613,7 @@ def prodigy_float16_2_tile(
 def prodigy_float16_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -1629,7 +1624,7 @@ def prodigy_float16_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -1641,7 +1636,7 @@ def prodigy_float16_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -1947,7 +1942,6 @@ def prodigy_float16_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -1966,7 +1960,7 @@ def prodigy_float16_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2255,7 +2249,6 @@ def prodigy_float32_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -2316,7 +2309,7 @@ def prodigy_float32_safeguard_warmup_2_tile(
 def prodigy_float32_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32,
     gain2: tl.float32, keep2: tl.float32, keep3: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2330,7 +2323,7 @@ def prodigy_float32_safeguard_warmup_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -2344,7 +2337,7 @@ def prodigy_float32_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -2492,7 +2485,6 @@ def prodigy_float32_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -2510,7 +2502,7 @@ def prodigy_float32_safeguard_warmup_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2606,7 +2598,6 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2631,7 +2622,7 @@ def prodigy_bfloat16_safeguard_warmup_2_tile(
 def prodigy_bfloat16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2642,7 +2633,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2654,7 +2645,7 @@ def prodigy_bfloat16_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -2768,7 +2759,6 @@ def prodigy_bfloat16_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -2787,7 +2777,7 @@ def prodigy_bfloat16_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2866,7 +2856,6 @@ def prodigy_float16_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -2891,7 +2880,7 @@ def prodigy_float16_safeguard_warmup_2_tile(
 def prodigy_float16_safeguard_warmup_2(
     table, work, lr: tl.float32, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -2902,7 +2891,7 @@ def prodigy_float16_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -2914,7 +2903,7 @@ def prodigy_float16_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3010,7 +2999,6 @@ def prodigy_float16_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(lr * (g * (p0 - p)), at, live, MASKED)
 
@@ -3029,7 +3017,7 @@ def prodigy_float16_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3178,7 +3166,6 @@ def prodigy_float32_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -3239,7 +3226,7 @@ def prodigy_float32_use_bias_correction_2_tile(
 def prodigy_float32_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3253,7 +3240,7 @@ def prodigy_float32_use_bias_correction_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -3267,7 +3254,7 @@ def prodigy_float32_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3414,7 +3401,6 @@ def prodigy_float32_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3432,7 +3418,7 @@ def prodigy_float32_use_bias_correction_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3526,7 +3512,6 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -3551,7 +3536,7 @@ def prodigy_bfloat16_use_bias_correction_2_tile(
 def prodigy_bfloat16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3562,7 +3547,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3574,7 +3559,7 @@ def prodigy_bfloat16_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3687,7 +3672,6 @@ def prodigy_bfloat16_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3706,7 +3690,7 @@ def prodigy_bfloat16_use_bias_correction_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3785,7 +3769,6 @@ def prodigy_float16_use_bias_correction_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -3810,7 +3793,7 @@ def prodigy_float16_use_bias_correction_2_tile(
 def prodigy_float16_use_bias_correction_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -3821,7 +3804,7 @@ def prodigy_float16_use_bias_correction_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -3833,7 +3816,7 @@ def prodigy_float16_use_bias_correction_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -3929,7 +3912,6 @@ def prodigy_float16_use_bias_correction_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_rate, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -3948,7 +3930,7 @@ def prodigy_float16_use_bias_correction_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_rate_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4098,7 +4080,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     exp_avg_abs = tl.abs(exp_avg)
     exp_avg_top = block_magnitude(exp_avg, live, MASKED)
     exp_avg_up = tl.maximum(exp_avg_top, 0x4800000) + 32767
@@ -4159,7 +4140,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep1: tl.float32, gain2: tl.float32,
     keep2: tl.float32, keep3: tl.float32, own: tl.float32, step_key: tl.int32, GRAD: tl.constexpr,
-    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 256,
+    TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4173,7 +4154,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     exp_avg_sq_range_ptr = pointer(row + 5, tl.int16, ALIGNED)        # int16 [blocks of 64]  read and written
     s_ptr = pointer(row + 6, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 7, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 8, tl.float32, ALIGNED)                    # float32 [n]  read
     d_ptr = pointer(row + 9, tl.float32, ALIGNED)                     # float32 [1]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 23, tl.float32, ALIGNED)  # float32 [partial results]  written
@@ -4187,7 +4168,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4335,7 +4316,6 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4353,7 +4333,7 @@ def prodigy_float32_use_bias_correction_safeguard_warmup_small_2(
     p_ptr = pointer(row + 0, tl.float32, ALIGNED)                     # float32 [n]  read
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     s_ptr = pointer(row + 4, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 5, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 20, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 13, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4449,7 +4429,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -4474,7 +4453,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4485,7 +4464,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4497,7 +4476,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4611,7 +4590,6 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4630,7 +4608,7 @@ def prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4709,7 +4687,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, scale_mul[:, None] * (s_code * reciprocal(254.0 - s_bend)))
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     s_abs = tl.abs(s)
     s_top = block_magnitude(s, live, MASKED)
     s_up = tl.maximum(s_top, 0x4800000) + 32767
@@ -4734,7 +4711,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2_tile(
 def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     table, work, grad_scale: tl.float32, moves: tl.float32, keep3: tl.float32, own: tl.float32,
     step_key: tl.int32, GRAD: tl.constexpr, TILES: tl.constexpr, RAGGED: tl.constexpr, ALIGNED: tl.constexpr,
-    TILE: tl.constexpr = 256,
+    TILE: tl.constexpr = 512,
 ):
     """prodigy: the tiles of one work item; see optgen.runtime.launch for table and work."""
     item = work + 2 * tl.program_id(0)
@@ -4745,7 +4722,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 7, tl.uint8, ALIGNED)                       # uint8 [n]  read and written
     s_scale_ptr = pointer(row + 8, tl.int16, ALIGNED)                 # int16 [blocks of 64]  read and written
-    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 9, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 24, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 25, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 17, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4757,7 +4734,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_2(
     tensor_sum_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     tensor_sum_2_terms = tl.full([TILE // 64, 64], 0.0, tl.float32)
     BLOCKS: tl.constexpr = TILE // 64
-    FEW: tl.constexpr = (BLOCKS + 1) // 2
+    FEW: tl.constexpr = (BLOCKS + 3) // 4
     LESS: tl.constexpr = FEW * 64
     tensor_sum_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
     tensor_sum_2_terms_apart = tl.full([FEW, 64], 0.0, tl.float32)
@@ -4853,7 +4830,6 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2_tile(
     # 45  s = keep3 * s + d / d0 * (d * moves if safeguard_warmup else rate) * g
     s = tl.fma(d_over_d0_times_d_times_one, g, keep3 * s)
     # -- encode and store
-    put(p0_ptr, at, p0, live, MASKED)
     put(s_ptr, at, s, live, MASKED)
     return term(moves * tl.abs(s), at, live, MASKED), term(own * (g * (p0 - p)), at, live, MASKED)
 
@@ -4872,7 +4848,7 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
     g_ptr = pointer(row + 1, GRAD, ALIGNED)                           # float [n]  read
     weight_low_ptr = pointer(row + 2, tl.uint8, ALIGNED)              # uint8 [n]  read
     s_ptr = pointer(row + 5, tl.float32, ALIGNED)                     # float32 [n]  read and written
-    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read and written
+    p0_ptr = pointer(row + 6, tl.float32, ALIGNED)                    # float32 [n]  read
     tensor_sum_for_d_denom_ptr = pointer(row + 21, tl.float32, ALIGNED)  # float32 [partial results]  written
     tensor_sum_for_numerator_ptr = pointer(row + 22, tl.float32, ALIGNED)  # float32 [partial results]  written
     d_over_d0_times_d_times_one_ptr = pointer(row + 14, tl.float32, ALIGNED)  # float32 [1]  read
@@ -4918,35 +4894,35 @@ def prodigy_float16_use_bias_correction_safeguard_warmup_small_2(
 
 # Elements per tile of each kernel, for 32 lanes; launched with one warp per program.
 TILE = {
-    "prodigy_float32_2": 256,
+    "prodigy_float32_2": 512,
     "prodigy_float32_5": 256,
     "prodigy_float32_small_2": 256,
     "prodigy_float32_small_5": 256,
-    "prodigy_bfloat16_2": 256,
+    "prodigy_bfloat16_2": 512,
     "prodigy_bfloat16_5": 256,
     "prodigy_bfloat16_small_2": 256,
     "prodigy_bfloat16_small_5": 256,
-    "prodigy_float16_2": 256,
+    "prodigy_float16_2": 512,
     "prodigy_float16_5": 256,
     "prodigy_float16_small_2": 256,
     "prodigy_float16_small_5": 256,
-    "prodigy_float32_safeguard_warmup_2": 256,
+    "prodigy_float32_safeguard_warmup_2": 512,
     "prodigy_float32_safeguard_warmup_small_2": 256,
-    "prodigy_bfloat16_safeguard_warmup_2": 256,
+    "prodigy_bfloat16_safeguard_warmup_2": 512,
     "prodigy_bfloat16_safeguard_warmup_small_2": 256,
-    "prodigy_float16_safeguard_warmup_2": 256,
+    "prodigy_float16_safeguard_warmup_2": 512,
     "prodigy_float16_safeguard_warmup_small_2": 256,
-    "prodigy_float32_use_bias_correction_2": 256,
+    "prodigy_float32_use_bias_correction_2": 512,
     "prodigy_float32_use_bias_correction_small_2": 256,
-    "prodigy_bfloat16_use_bias_correction_2": 256,
+    "prodigy_bfloat16_use_bias_correction_2": 512,
     "prodigy_bfloat16_use_bias_correction_small_2": 256,
-    "prodigy_float16_use_bias_correction_2": 256,
+    "prodigy_float16_use_bias_correction_2": 512,
     "prodigy_float16_use_bias_correction_small_2": 256,
-    "prodigy_float32_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_float32_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": 256,
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": 256,
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": 256,
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": 512,
     "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": 256,
 }
 
@@ -4954,23 +4930,23 @@ TILE = {
 OPTIONS = {
     "prodigy_float32_5": {"maxnreg": 64},
     "prodigy_float32_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_2": {"maxnreg": 96},
+    "prodigy_bfloat16_2": {"maxnreg": 136},
     "prodigy_bfloat16_small_2": {"maxnreg": 96},
-    "prodigy_float16_2": {"maxnreg": 128},
+    "prodigy_float16_2": {"maxnreg": 136},
     "prodigy_float16_small_2": {"maxnreg": 96},
     "prodigy_float32_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float16_safeguard_warmup_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_small_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_2": {"maxnreg": 136},
     "prodigy_float16_use_bias_correction_small_2": {"maxnreg": 96},
     "prodigy_float32_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 96},
+    "prodigy_bfloat16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_bfloat16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
-    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 128},
+    "prodigy_float16_use_bias_correction_safeguard_warmup_2": {"maxnreg": 136},
     "prodigy_float16_use_bias_correction_safeguard_warmup_small_2": {"maxnreg": 96},
 }
